@@ -1,0 +1,220 @@
+"""The page of shared memory where the ranks of a group meet.
+
+Each rank has one line that it alone writes and everyone reads:
+
+    phase      counts up at every step of every collective; peers wait on it (a futex)
+    state      open, left or failed, with the reason and the rank to blame
+    calls      two slots: what this rank calls now, and where its tensor lies
+
+and, behind the lines, two small inline buffers for tensors of a few kilobytes.
+
+Invariant: a rank is never more than one collective ahead of another, because
+each collective begins by waiting for everyone. So two slots and two inline
+buffers, used in turn, are never overwritten while a peer still reads them.
+
+Waiting and blaming is `meeting.py`'s work; this file only knows the layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from weft.local import kernel
+from weft.local.segment import Segment, SegmentName
+
+INLINE_BYTES = 32 * 1024
+_LINE_BYTES = 1024
+_PHASE_AT = 0
+_STATE_AT = 64
+_REASON_BYTES = 384
+_SLOTS_AT = 512
+_SLOT_BYTES = 128
+_MAILBOX_BELL_AT = 960  # its own cache line: the mailbox rings it
+
+_STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")
+# op, reduce op, dtype, root; element count; a check of further arguments; call number
+_SIGNATURE = struct.Struct("<HHHhqqQ")
+_PLACE = struct.Struct("<iiqqqd")
+
+
+class RankState(IntEnum):
+    """What a rank last said about itself."""
+
+    ABSENT = 0
+    OPEN = 1
+    LEFT = 2
+    FAILED = 3
+
+
+class PlaceKind(IntEnum):
+    """Where the tensor of a call lies."""
+
+    NOWHERE = 0  # this rank only receives
+    INLINE = 1  # in the board's inline buffer
+    SEGMENT = 2  # in a segment that peers can map
+    ADDRESS = 3  # in the rank's own memory, for cross-memory copies or for its sister threads
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What must be equal on every rank of a collective."""
+
+    op: int
+    reduce_op: int
+    dtype: int
+    root: int
+    numel: int
+    check: int
+    number: int  # how many collectives this group did before
+
+    def pack(self) -> bytes:
+        """As the bytes that ranks compare."""
+        return _SIGNATURE.pack(
+            self.op, self.reduce_op, self.dtype, self.root, self.numel, self.check, self.number
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's tensor lies, and the factor it is to be multiplied by."""
+
+    kind: PlaceKind
+    fd: int = 0
+    segment_id: int = 0
+    num_bytes: int = 0  # of the segment
+    start: int = 0  # offset in the segment, or the address
+    factor: float = 1.0
+
+    def segment(self, pid: int) -> SegmentName:
+        """The segment's name, for a Place of kind SEGMENT."""
+        return SegmentName(pid, self.fd, self.segment_id, self.num_bytes)
+
+
+class Board:
+    """One rank's view of the page."""
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._segment = segment
+        self._bytes = memoryview(segment.memory)
+        self._counters = self._bytes[: size * _LINE_BYTES].cast("Q")
+        stride = _LINE_BYTES // 8
+        self._phase_index = [peer * stride for peer in range(size)]
+        self._bell_index = [peer * stride + _MAILBOX_BELL_AT // 8 for peer in range(size)]
+        self._phase_word = [self._word(peer, _PHASE_AT) for peer in range(size)]
+        self._bell_word = [self._word(peer, _MAILBOX_BELL_AT) for peer in range(size)]
+        inline = segment.tensor[size * _LINE_BYTES :][: size * 2 * INLINE_BYTES]
+        self.inline = inline.view(size, 2, INLINE_BYTES)  # rank, slot, byte
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """How large the board of a group of `size` ranks is."""
+        return size * (_LINE_BYTES + 2 * INLINE_BYTES)
+
+    def _word(self, rank: int, at: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._segment.address + rank * _LINE_BYTES + at)
+
+    # -- phases ---------------------------------------------------------------
+
+    def phase(self, rank: int) -> int:
+        """How many steps the rank has done."""
+        return self._counters[self._phase_index[rank]]
+
+    def advance(self) -> int:
+        """Say that this rank has done one more step, and wake whoever waits for it."""
+        index, word = self._phase_index[self.rank], self._phase_word[self.rank]
+        if not kernel.STORES_STAY_IN_ORDER:
+            kernel.futex_wake(word)  # for its memory fence
+        phase = self._counters[index] + 1
+        self._counters[index] = phase
+        kernel.futex_wake(word)
+        return phase
+
+    def sleep_on_phase(self, rank: int, seen: int, secs: float) -> None:
+        """Sleep until the rank's phase is no longer `seen`, `secs` at most."""
+        kernel.futex_wait(self._phase_word[rank], seen, secs)
+
+    def wake_everyone(self) -> None:
+        """Wake all sleepers of the group, so that they look at the states."""
+        for rank in range(self.size):
+            kernel.futex_wake(self._phase_word[rank])
+            kernel.futex_wake(self._bell_word[rank])
+
+    # -- the mailbox's bell ---------------------------------------------------
+
+    def bell(self, rank: int) -> int:
+        """A counter that senders raise when they put something into the rank's mailbox."""
+        return self._counters[self._bell_index[rank]]
+
+    def ring(self, rank: int) -> None:
+        """Tell the rank to look into its mailbox. Lost increments are harmless: any change wakes."""
+        self._counters[self._bell_index[rank]] = (self.bell(rank) + 1) & 0xFFFFFFFF
+        kernel.futex_wake(self._bell_word[rank])
+
+    def sleep_on_bell(self, seen: int, secs: float) -> None:
+        """Sleep until this rank's bell rings, `secs` at most."""
+        kernel.futex_wait(self._bell_word[self.rank], seen, secs)
+
+    # -- states ---------------------------------------------------------------
+
+    def state(self, rank: int) -> RankState:
+        """What the rank last said about itself."""
+        return RankState(self._bytes[rank * _LINE_BYTES + _STATE_AT])
+
+    def reason(self, rank: int) -> tuple[str, int]:
+        """Why the rank failed, and the rank it blames."""
+        _, blamed, length, text = _STATE.unpack_from(self._bytes, rank * _LINE_BYTES + _STATE_AT)
+        return text[:length].decode(errors="replace"), blamed
+
+    def set_state(self, state: RankState, reason: str = "", blamed: int = -1) -> None:
+        """Say how this rank is, and wake everyone to see it."""
+        at = self.rank * _LINE_BYTES + _STATE_AT
+        text = reason.encode()[:_REASON_BYTES]
+        # The reason first: a peer that sees the new state must find its reason there.
+        _STATE.pack_into(self._bytes, at, self._bytes[at], blamed, len(text), text)
+        self._bytes[at] = state
+        self.wake_everyone()
+
+    # -- calls ----------------------------------------------------------------
+
+    def post(self, slot: int, signature: bytes, place: Place) -> None:
+        """Write what this rank calls and where its tensor lies into its slot."""
+        at = self.rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES
+        self._bytes[at : at + _SIGNATURE.size] = signature
+        _PLACE.pack_into(
+            self._bytes,
+            at + _SIGNATURE.size,
+            place.kind,
+            place.fd,
+            place.segment_id,
+            place.num_bytes,
+            place.start,
+            place.factor,
+        )
+
+    def same_call(self, rank: int, slot: int, signature: bytes) -> bool:
+        """Whether the rank posted this very signature."""
+        at = rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES
+        return self._bytes[at : at + _SIGNATURE.size] == signature
+
+    def signature(self, rank: int, slot: int) -> Signature:
+        """What the rank posted."""
+        at = rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES
+        return Signature(*_SIGNATURE.unpack_from(self._bytes, at))
+
+    def place(self, rank: int, slot: int) -> Place:
+        """Where the rank's tensor lies."""
+        at = rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES + _SIGNATURE.size
+        kind, *rest = _PLACE.unpack_from(self._bytes, at)
+        return Place(PlaceKind(kind), *rest)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat uint8 tensor. Shares the memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

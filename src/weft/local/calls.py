@@ -1,0 +1,58 @@
+"""The collectives that the local group knows, as numbers on the board, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum, auto
+from zlib import crc32
+
+import torch
+
+from weft.local.board import Signature
+
+
+class Op(IntEnum):
+    """A collective."""
+
+    BARRIER = auto()
+    ALL_REDUCE = auto()
+    REDUCE = auto()
+    REDUCE_SCATTER = auto()
+    ALL_GATHER = auto()
+    GATHER = auto()
+    BROADCAST = auto()
+    SCATTER = auto()
+    ALL_TO_ALL = auto()
+    ALL_REDUCE_SPARSE = auto()
+    SEND = auto()
+    RECV = auto()
+
+
+_DTYPES: tuple[torch.dtype, ...] = tuple(
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+)
+_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """The dtype as a number that is equal on every rank (they run the same torch)."""
+    return _DTYPE_NUMBER[dtype]
+
+
+def check_of(values: Iterable[int]) -> int:
+    """A checksum of further arguments that must agree."""
+    return crc32(repr(tuple(values)).encode())
+
+
+def describe(signature: Signature, reduce_names: dict[int, str]) -> str:
+    """A call in words, for an error."""
+    parts: list[str] = []
+    if signature.reduce_op:
+        parts.append(reduce_names.get(signature.reduce_op, "?"))
+    if signature.numel >= 0 and signature.dtype:
+        parts.append(f"{signature.numel} elements")
+    if signature.dtype:
+        parts.append(str(_DTYPES[signature.dtype - 1]).removeprefix("torch."))
+    if signature.root >= 0:
+        parts.append(f"root {signature.root}")
+    return f"{Op(signature.op).name.lower()}({', '.join(parts)}), call {signature.number}"

@@ -1,0 +1,101 @@
+"""One rank's machinery of a local group: its board, its memory on each device, its mailbox.
+
+The group (group.py) speaks c10d; the engine does the work. It lives from the
+group's creation until `close`, which every way of ending a group leads to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from weft.errors import ConfigError
+from weft.local.board import Board, RankState
+from weft.local.mailbox import Mailbox
+from weft.local.meeting import Meeting
+from weft.local.memory import CpuMemory, Memory
+from weft.local.move import Movements
+from weft.local.reduce import Reductions
+from weft.local.roster import Roster
+from weft.local.segment import Segment
+from weft.local.work import LocalWork
+
+_CPU = torch.device("cpu")
+
+
+class Engine:
+    """What a rank needs to take part in its group's collectives."""
+
+    def __init__(self, page: Segment, roster: Roster, group_name: str, *, is_direct: bool) -> None:
+        self.rank = roster.rank
+        self.size = roster.size
+        self._pid = os.getpid()
+        self._roster = roster
+        self._board = Board(page, roster.rank, roster.size)
+        self._meeting = Meeting(self._board, roster, group_name)
+        rings = memoryview(page.memory)[Board.num_bytes(roster.size) :]
+        self.mailbox = Mailbox(rings, self._meeting)
+        self._cpu = CpuMemory(self._board, roster, is_direct=is_direct)
+        self._devices: dict[torch.device, tuple[Memory, Reductions, Movements]] = {}
+        self._add_device(_CPU, self._cpu)
+        self._board.set_state(RankState.OPEN)
+
+    def _add_device(self, device: torch.device, memory: Memory) -> None:
+        self._devices[device] = (
+            memory,
+            Reductions(self._meeting, memory),
+            Movements(self._meeting, memory, self._cpu),
+        )
+
+    def _on(self, device: torch.device) -> tuple[Memory, Reductions, Movements]:
+        if device not in self._devices:
+            if device.type != "cuda":
+                raise ConfigError(f"the local group moves tensors of cpu and cuda, not of {device}.")
+            from weft.local.cuda import CudaMemory
+
+            self._add_device(device, CudaMemory(self._board, self._roster, device))
+        return self._devices[device]
+
+    def reductions(self, device: torch.device) -> Reductions:
+        """Reductions of tensors on the device."""
+        return self._on(device)[1]
+
+    def movements(self, device: torch.device) -> Movements:
+        """Movements of tensors on the device."""
+        return self._on(device)[2]
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A zeroed tensor in memory that peers reach."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        numel = prod(shape)
+        if numel < 0 or any(length < 0 for length in shape):
+            raise ConfigError(f"allocate: shape {tuple(shape)} has a negative length.")
+        self.check_open()
+        memory = self._on(device)[0].allocate(max(1, numel) * dtype.itemsize)
+        return memory[: numel * dtype.itemsize].view(dtype).view(shape)
+
+    def work_for(self, words: str, results: Sequence[torch.Tensor]) -> LocalWork:
+        """A work for a call on these tensors, ordered with the streams of their device."""
+        if results and results[0].is_cuda:
+            from weft.local.cuda import CudaWork
+
+            return CudaWork(words, results)
+        return LocalWork(words, results)
+
+    def check_open(self) -> None:
+        """Raise if the group was left or has failed."""
+        self._meeting.check_open()
+
+    def abort(self, reason: str) -> None:
+        """Close the group for every rank."""
+        self._meeting.fail(reason)
+
+    def close(self, why: str) -> None:
+        """Leave the group. Peers that still need this rank raise PeerError."""
+        if os.getpid() == self._pid:  # a forked child has no part in the group
+            self._meeting.leave(why)
+            self._roster.unlock()

@@ -1,0 +1,67 @@
+"""Tensors of any stride as the flat, contiguous memory that collectives move.
+
+A contiguous tensor is its own flat form. Another is copied, and copied back after
+a collective that writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+import torch
+
+
+def _is_flat_already(tensor: torch.Tensor) -> bool:
+    # A conjugated or negated view is contiguous, but its memory holds other numbers.
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if not _is_flat_already(plain):
+        plain = plain.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1)
+
+
+class Flat:
+    """A tensor's flat form, for the length of a `with`.
+
+    is_read: what is in it matters, so a copy is filled. is_written: the collective
+    changes it, so a copy is brought back, unless the collective raised.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> None:
+        self._tensor = tensor.detach()
+        self._is_read = is_read
+        self._is_copied_back = is_written and not _is_flat_already(tensor)
+        self._flat: torch.Tensor | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        if self._is_read or _is_flat_already(self._tensor):
+            self._flat = _flat(self._tensor)
+        else:
+            tensor = self._tensor
+            self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return self._flat
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._is_copied_back and self._flat is not None:
+            self._tensor.copy_(self._flat.view(self._tensor.shape))
+
+
+def flat_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors that are only read, one behind the other in one flat tensor."""
+    if len(tensors) == 1:
+        return _flat(tensors[0])
+    return torch.cat([_flat(tensor) for tensor in tensors])
+
+
+@contextmanager
+def flat_output(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that are only written, each in its flat form."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Flat(tensor, is_read=False)) for tensor in tensors]

@@ -1,0 +1,135 @@
+"""The Linux calls that Python does not offer: futex, sched_yield, cross-memory copies.
+
+A futex lets a rank sleep until a word in shared memory changes, so that waiting
+burns no core. The cross-memory calls copy between two processes in one pass,
+without a shared buffer; a kernel or a container may forbid them, and
+`can_reach` asks before anyone relies on them.
+
+ctypes releases the GIL during each of these calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+
+from weft.errors import ConfigError, PeerError
+
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_EVERYONE = 2**31 - 1
+_FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+
+# x86 keeps one core's stores in order for every other core; elsewhere a fence is
+# needed between the data and the word that announces it.
+STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("secs", ctypes.c_long), ("nanosecs", ctypes.c_long))
+
+
+class _Span(ctypes.Structure):
+    """A span of memory, as the kernel's iovec."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def is_supported() -> bool:
+    """Whether this system has what process ranks of the local group need."""
+    return sys.platform == "linux" and platform.machine() in _FUTEX_NUMBER
+
+
+def check_supported() -> None:
+    """Raise ConfigError where the local group can't run."""
+    if not is_supported():
+        raise ConfigError(
+            f"backend 'weft': it needs Linux (futex and memfd), and this is {sys.platform} on "
+            f"{platform.machine()}. Use backend 'gloo' here."
+        )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_NUMBER = ctypes.c_long(_FUTEX_NUMBER.get(platform.machine(), -1))
+_WAIT = ctypes.c_int(_FUTEX_WAIT)
+_WAKE = ctypes.c_int(_FUTEX_WAKE)
+_ALL = ctypes.c_int(_EVERYONE)
+_ZERO = ctypes.c_int(0)
+yield_core = _libc.sched_yield
+
+
+def futex_wake(word: ctypes.c_void_p) -> None:
+    """Wake every waiter on the word. The kernel runs a full memory fence in it."""
+    _syscall(_NUMBER, word, _WAKE, _ALL, None, None, _ZERO)
+
+
+def futex_wait(word: ctypes.c_void_p, seen: int, secs: float) -> None:
+    """Sleep until the word differs from `seen`, someone wakes it, or `secs` have passed."""
+    nanosecs = int(secs * 1e9)
+    limit = _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
+    _syscall(_NUMBER, word, _WAIT, ctypes.c_uint(seen & 0xFFFFFFFF), ctypes.byref(limit), None, _ZERO)
+
+
+class RemoteMemory:
+    """Another process's memory, read and written where it lies.
+
+    One object serves one thread at a time: its two spans are reused between calls.
+    """
+
+    def __init__(self, pid: int, rank: int) -> None:
+        self._pid = ctypes.c_int(pid)
+        self._rank = rank
+        self._here = _Span(0, 0)
+        self._there = _Span(0, 0)
+        self._spans = (
+            ctypes.byref(self._here),
+            ctypes.c_ulong(1),
+            ctypes.byref(self._there),
+            ctypes.c_ulong(1),
+            ctypes.c_ulong(0),
+        )
+
+    def read(self, here: int, there: int, num_bytes: int) -> None:
+        """Copy from the peer's address `there` to our address `here`."""
+        self._move(_libc.process_vm_readv, here, there, num_bytes)
+
+    def write(self, here: int, there: int, num_bytes: int) -> None:
+        """Copy from our address `here` to the peer's address `there`."""
+        self._move(_libc.process_vm_writev, here, there, num_bytes)
+
+    def _move(self, call: ctypes._NamedFuncPointer, here: int, there: int, num_bytes: int) -> None:
+        while num_bytes:
+            self._here.address, self._here.num_bytes = here, num_bytes
+            self._there.address, self._there.num_bytes = there, num_bytes
+            moved = call(self._pid, *self._spans)
+            if moved <= 0:
+                code = ctypes.get_errno()
+                raise PeerError(
+                    f"the memory of rank {self._rank} (pid {self._pid.value}) can't be reached: "
+                    f"{os.strerror(code)} ({errno.errorcode.get(code, code)}). The rank has ended, or it "
+                    "freed a tensor before its collective was done.",
+                    [self._rank],
+                )
+            # The kernel moves at most 2 GiB a call and may stop short at a page.
+            here, there, num_bytes = here + moved, there + moved, num_bytes - moved
+
+
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_writev.restype = ctypes.c_ssize_t
+
+
+def can_reach(pid: int, address: int, expected: bytes) -> bool:
+    """Whether cross-memory copies from `pid` work: read `expected` at its `address`."""
+    found = ctypes.create_string_buffer(len(expected))
+    here = _Span(ctypes.addressof(found), len(expected))
+    there = _Span(address, len(expected))
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    moved = _libc.process_vm_readv(
+        ctypes.c_int(pid), ctypes.byref(here), one, ctypes.byref(there), one, none
+    )
+    return moved == len(expected) and found.raw == expected

@@ -1,0 +1,250 @@
+"""Messages between two ranks: send, recv, recv from anyone, matched by tag.
+
+A sender copies its tensor into a parcel (a shared segment of its own) and writes a
+note into the ring from it to the receiver; it never waits for the receiver unless
+the ring is full. A receiver matches notes to the receives it has posted, in order.
+Sends and receives don't pass through the lane, so that a receive that waits keeps
+nobody else from working.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.futures import Future
+
+from weft.errors import DesyncError
+from weft.local.board import Board, RankState, as_bytes
+from weft.local.calls import dtype_number
+from weft.local.meeting import Meeting
+from weft.local.memory import PIECE_BYTES
+from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
+from weft.local.waiting import TICK_SECS
+from weft.local.windows import copy_in_pieces
+from weft.local.work import LocalWork
+
+_RING_NOTES = 32
+_NOTE = struct.Struct("<qqqqii")  # tag, element count, segment id, segment bytes, fd, dtype
+_NOTE_BYTES = 64
+_HEAD_AT, _TAIL_AT, _NOTES_AT = 0, 64, 128
+_RING_BYTES = _NOTES_AT + _RING_NOTES * _NOTE_BYTES
+_PARCEL_HEADER_BYTES = 64
+_TAKEN = 1
+ANY_SOURCE = -1
+
+
+def mailbox_num_bytes(size: int) -> int:
+    """How much shared memory the rings of a group of `size` ranks need."""
+    return size * size * _RING_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    """A note that was taken out of a ring."""
+
+    source: int
+    tag: int
+    numel: int
+    dtype: int
+    parcel: SegmentName
+
+
+class ReceiveWork(LocalWork):
+    """A posted receive. Whoever waits for it also empties the mailbox."""
+
+    def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, source: int, tag: int, timeout_secs: float):
+        super().__init__("recv", [tensor])
+        self.tensor = tensor
+        self.source = source
+        self.tag = tag
+        self.found_source = -1
+        self._mailbox = mailbox
+        self._deadline = time.monotonic() + timeout_secs
+
+    def matches(self, letter: _Letter) -> bool:
+        """Whether the letter is for this receive."""
+        return self.tag == letter.tag and self.source in (ANY_SOURCE, letter.source)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the message is here."""
+        deadline = self._deadline
+        if timeout is not None and timeout.total_seconds() > 0:
+            deadline = time.monotonic() + timeout.total_seconds()
+        if not self.is_completed():
+            self._mailbox.wait_for(self, deadline)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the message is here."""
+        if not super().is_completed():
+            self._mailbox.deliver()
+        return super().is_completed()
+
+    def source_rank(self) -> int:
+        """Who sent the message."""
+        return self.found_source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A future of the message; a thread waits for it."""
+        future = super().get_future()
+        if not super().is_completed():
+            threading.Thread(target=self._drive, name="weft-recv", daemon=True).start()
+        return future
+
+    def _drive(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:
+            if not super().is_completed():
+                self.finish(error)
+
+
+class Mailbox:
+    """One rank's end of all rings."""
+
+    def __init__(self, rings: memoryview, meeting: Meeting) -> None:
+        self._rings = rings
+        self._meeting = meeting
+        self._board: Board = meeting.board
+        self._mutex = threading.Lock()
+        self._posted: list[ReceiveWork] = []
+        self._letters: list[_Letter] = []
+        self._parcels: list[Segment] = []
+        self._mapped = MappedSegments()
+
+    # -- sending ----------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int, timeout_secs: float) -> None:
+        """Put a flat CPU tensor into a parcel and a note into the target's ring."""
+        self._meeting.check_open()
+        num_bytes = tensor.numel() * tensor.element_size()
+        deadline = time.monotonic() + timeout_secs
+        with self._mutex:
+            parcel = self._take_parcel(_PARCEL_HEADER_BYTES + num_bytes)
+            payload = parcel.tensor[_PARCEL_HEADER_BYTES:][:num_bytes]
+            copy_in_pieces(payload, as_bytes(tensor), PIECE_BYTES)
+        name = parcel.name
+        note = _NOTE.pack(
+            tag, tensor.numel(), name.segment_id, name.num_bytes, name.fd, dtype_number(tensor.dtype)
+        )
+        ring = self._ring(self._meeting.rank, target)
+        counters = ring[:_NOTES_AT].cast("Q")
+
+        def is_full() -> bool:
+            return counters[_HEAD_AT // 8] - counters[_TAIL_AT // 8] >= _RING_NOTES
+
+        self._wait_until(
+            lambda: not is_full(), target, deadline, lambda: f"send(to {self._name(target)}, tag {tag})"
+        )
+        with self._mutex:
+            at = _NOTES_AT + (counters[_HEAD_AT // 8] % _RING_NOTES) * _NOTE_BYTES
+            ring[at : at + _NOTE.size] = note
+            counters[_HEAD_AT // 8] += 1
+        self._board.ring(target)
+
+    def _take_parcel(self, num_bytes: int) -> Segment:
+        for parcel in self._parcels:
+            if parcel.name.num_bytes >= num_bytes and parcel.memory[0] == _TAKEN:
+                parcel.memory[0] = 0
+                return parcel
+        parcel = own_segment(num_bytes)
+        self._parcels.append(parcel)
+        return parcel
+
+    # -- receiving ----------------------------------------------------------------
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, timeout_secs: float) -> ReceiveWork:
+        """Post a receive into a tensor."""
+        self._meeting.check_open()
+        work = ReceiveWork(self, tensor, source, tag, timeout_secs)
+        with self._mutex:
+            self._posted.append(work)
+        return work
+
+    def wait_for(self, work: ReceiveWork, deadline: float) -> None:
+        """Deliver until this receive is done."""
+        self._wait_until(
+            lambda: LocalWork.is_completed(work),
+            work.source,
+            deadline,
+            lambda: f"recv(from {self._name(work.source)}, tag {work.tag})",
+        )
+
+    def deliver(self) -> None:
+        """Take every note out of the rings, and hand each letter to the receive that waits for it."""
+        with self._mutex:
+            for source in range(self._meeting.size):
+                self._empty_ring(source)
+            for letter in list(self._letters):
+                work = next((work for work in self._posted if work.matches(letter)), None)
+                if work is not None:
+                    self._letters.remove(letter)
+                    self._posted.remove(work)
+                    self._hand_over(letter, work)
+
+    def _empty_ring(self, source: int) -> None:
+        ring = self._ring(source, self._meeting.rank)
+        counters = ring[:_NOTES_AT].cast("Q")
+        pid = self._meeting.roster.members[source].pid
+        while counters[_TAIL_AT // 8] < counters[_HEAD_AT // 8]:
+            at = _NOTES_AT + (counters[_TAIL_AT // 8] % _RING_NOTES) * _NOTE_BYTES
+            tag, numel, segment_id, num_bytes, fd, dtype = _NOTE.unpack_from(ring, at)
+            counters[_TAIL_AT // 8] += 1
+            self._board.ring(source)
+            parcel = SegmentName(pid, fd, segment_id, num_bytes)
+            self._letters.append(_Letter(source, tag, numel, dtype, parcel))
+
+    def _hand_over(self, letter: _Letter, work: ReceiveWork) -> None:
+        try:
+            sender = self._meeting.roster.members[letter.source].global_rank
+            parcel = self._mapped.get(letter.parcel, sender)
+            flat = work.tensor
+            if (letter.numel, letter.dtype) != (flat.numel(), dtype_number(flat.dtype)):
+                raise DesyncError(
+                    f"recv: rank {sender} sent {letter.numel} elements with tag {letter.tag}; the tensor here "
+                    f"has {flat.numel()} of {flat.dtype}. Make shapes and dtypes equal.",
+                    [sender],
+                )
+            num_bytes = flat.numel() * flat.element_size()
+            payload = parcel.tensor[_PARCEL_HEADER_BYTES:][:num_bytes].view(flat.dtype)
+            with torch.inference_mode():
+                flat.detach().copy_(payload.view(flat.shape))
+            work.found_source = letter.source
+            parcel.memory[0] = _TAKEN
+        except BaseException as error:
+            work.finish(error)
+        else:
+            work.finish()
+
+    # -- waiting ------------------------------------------------------------------
+
+    def _wait_until(
+        self, is_done: Callable[[], bool], peer: int, deadline: float, what: Callable[[], str]
+    ) -> None:
+        """Deliver and sleep in turns until `is_done`, or raise for the peer's sake."""
+        while True:
+            seen = self._board.bell(self._meeting.rank)
+            # Looked at before delivering: what a rank sent before it left still counts.
+            has_left = peer >= 0 and self._board.state(peer) is RankState.LEFT
+            self.deliver()
+            if is_done():
+                return
+            self._meeting.waiter.check_peers(what, lambda other: has_left and other == peer)
+            if time.monotonic() > deadline:
+                self._meeting.waiter.give_up(what, [peer] if peer >= 0 else self._meeting.roster.others)
+            self._board.sleep_on_bell(seen, TICK_SECS)
+
+    def _ring(self, source: int, target: int) -> memoryview:
+        start = (source * self._meeting.size + target) * _RING_BYTES
+        return self._rings[start : start + _RING_BYTES]
+
+    def _name(self, peer: int) -> str:
+        return "anyone" if peer < 0 else self._meeting.roster.name(peer)

@@ -1,0 +1,218 @@
+"""One collective, as the ranks live it: meet, do your share, part.
+
+    meet   post what you call and where your tensor lies; wait for everyone; compare
+    share  read and write the peers' windows (algorithms in reduce.py and move.py)
+    part   wait until everyone has done their share, so that no memory is reused early
+
+Invariant: either every rank of the group passes `meet`, or every rank raises: a
+DesyncError on all of them when their calls differ (the group stays usable), a
+PeerError when a rank is dead, gone or late (the group is closed).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from weft.errors import DesyncError, InternalError, PeerError, StateError
+from weft.local.arithmetic import REDUCE_NAME
+from weft.local.board import Board, Place, PlaceKind, RankState, Signature
+from weft.local.calls import Op, describe, dtype_number
+from weft.local.memory import Memory
+from weft.local.roster import Roster
+from weft.local.waiting import Waiter
+from weft.local.windows import Window
+
+_NOWHERE = Place(PlaceKind.NOWHERE)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank calls: the part that must agree, and its own."""
+
+    op: Op
+    dtype: torch.dtype | None = None
+    numel: int = -1  # -1 where ranks may differ
+    reduce_number: int = 0
+    root: int = -1
+    check: int = 0
+    factor: float = 1.0
+    may_inline: bool = True  # sizes agree, so all ranks inline or none does
+    is_written: bool = False  # peers write into this rank's window
+
+
+class Meeting:
+    """The meetings of one group, one after another."""
+
+    def __init__(self, board: Board, roster: Roster, group_name: str) -> None:
+        self.rank = roster.rank
+        self.size = roster.size
+        self.board = board
+        self.roster = roster
+        self._group_name = group_name
+        self.waiter = Waiter(board, roster, group_name)
+        self._number = 0
+        self._closed: str | None = None
+
+    def check_open(self) -> None:
+        """Raise if the group was left or has failed."""
+        if self._closed is not None:
+            raise StateError(f"{self._group_name} is closed: {self._closed}. Make a new group.")
+        if self.board.state(self.rank) is RankState.FAILED:
+            reason, blamed = self.board.reason(self.rank)
+            culprit = self.roster.members[self.rank if blamed < 0 else blamed].global_rank
+            raise PeerError(
+                f"{self._group_name} is closed since {reason}. Destroy it and make a new group with the "
+                "ranks that live.",
+                [culprit],
+            )
+
+    def meet(self, call: Call, memory: Memory, tensor: torch.Tensor | None, timeout_secs: float) -> Round:
+        """Expose this rank's flat tensor, wait for everyone, and open their windows."""
+        self.check_open()
+        number, slot = self._number, self._number & 1
+        signature = Signature(
+            call.op,
+            call.reduce_number,
+            0 if call.dtype is None else dtype_number(call.dtype),
+            call.root,
+            call.numel,
+            call.check,
+            number,
+        )
+        deadline = time.monotonic() + timeout_secs
+        round_ = Round(self, call, memory, tensor, signature, slot, deadline)
+        try:
+            packed = signature.pack()
+            place = _NOWHERE
+            if tensor is not None:
+                place = memory.expose(tensor, slot, call.factor, may_inline=call.may_inline)
+            self.board.post(slot, packed, place)
+            # Counted only now: a call that could not even be posted changed nothing.
+            self._number += 1
+            memory.announce()
+            self.waiter.wait_for_all(self.board.advance(), round_.words, deadline)
+        except PeerError:
+            raise
+        except BaseException as error:
+            self.fail(f"{type(error).__name__} in {round_.words()}: {error}")
+            raise
+        if not all(self.board.same_call(peer, slot, packed) for peer in self.roster.others):
+            raise DesyncError(self._differences(slot), self._odd_ones(slot))
+        memory.follow()
+        return round_
+
+    def _differences(self, slot: int) -> str:
+        calls = "; ".join(
+            f"{self.roster.name(peer)} calls {describe(self.board.signature(peer, slot), REDUCE_NAME)}"
+            for peer in range(self.size)
+        )
+        return (
+            f"the ranks of {self._group_name} call different things: {calls}. No data was moved. Make every "
+            "rank call the same collectives in the same order, with equal shapes and dtypes; "
+            "WEFT_DESYNC_CHECK=1 names the lines of code."
+        )
+
+    def _odd_ones(self, slot: int) -> list[int]:
+        """The ranks whose call differs from that of most."""
+        calls = [self.board.signature(peer, slot) for peer in range(self.size)]
+        usual = max(calls, key=calls.count)
+        members = self.roster.members
+        return [members[peer].global_rank for peer in range(self.size) if calls[peer] != usual]
+
+    def fail(self, reason: str, blamed: int | None = None) -> None:
+        """Close the group for every rank, for this reason."""
+        self.board.set_state(RankState.FAILED, reason, self.rank if blamed is None else blamed)
+
+    def leave(self, why: str) -> None:
+        """Say that this rank takes part no more."""
+        if self._closed is None:
+            self._closed = why
+            if self.board.state(self.rank) is not RankState.FAILED:
+                self.board.set_state(RankState.LEFT)
+
+
+class Round:
+    """One collective after its `meet`. A context: leaving it parts the ranks."""
+
+    __slots__ = ("_deadline", "_meeting", "_memory", "_signature", "_slot", "call", "tensor")
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        call: Call,
+        memory: Memory,
+        tensor: torch.Tensor | None,
+        signature: Signature,
+        slot: int,
+        deadline: float,
+    ) -> None:
+        self._meeting = meeting
+        self._memory = memory
+        self._signature = signature
+        self._slot = slot
+        self._deadline = deadline
+        self.call = call
+        self.tensor = tensor
+
+    def words(self) -> str:
+        """The call in words."""
+        return describe(self._signature, REDUCE_NAME)
+
+    def place(self, peer: int) -> Place:
+        """Where the peer's tensor lies."""
+        return self._meeting.board.place(peer, self._slot)
+
+    def window(self, peer: int, dtype: torch.dtype, numel: int) -> Window:
+        """The peer's tensor, of `numel` elements."""
+        return self._memory.window(peer, self.place(peer), dtype, numel, self._slot)
+
+    def own(self) -> torch.Tensor:
+        """This rank's tensor where its peers see it."""
+        if self.tensor is None:
+            raise InternalError(f"{self.words()}: this rank exposed no tensor")
+        return self.tensor if self.is_inline else self._memory.exposed(self.tensor)
+
+    def windows(self, numel: int) -> list[Window | None]:
+        """Every rank's window by rank, and None for this rank."""
+        dtype = self.call.dtype
+        if dtype is None:
+            raise InternalError(f"{self.words()}: no dtype, so no windows")
+        rank = self._meeting.rank
+        return [
+            None if peer == rank else self.window(peer, dtype, numel) for peer in range(self._meeting.size)
+        ]
+
+    def factors(self) -> list[float]:
+        """Every rank's factor by rank."""
+        return [self.place(peer).factor for peer in range(self._meeting.size)]
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if not isinstance(error, PeerError):
+                self._meeting.fail(f"{kind.__name__ if kind else ''} in {self.words()}: {error}")
+            return
+        if self.is_inline:
+            return  # the peers read our inline buffer, which we don't touch before the next meeting
+        self._memory.announce()
+        meeting = self._meeting
+        meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self._deadline)
+        self._memory.follow()
+        if self.call.is_written and self.tensor is not None:
+            self._memory.settle(self.tensor)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether every tensor of this round lies in the board's inline buffers.
+
+        Sizes agree in such a call, so every rank answers the same.
+        """
+        return self.call.may_inline and self._memory.is_inline(self.call.numel, self.call.dtype)

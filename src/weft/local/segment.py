@@ -1,0 +1,148 @@
+"""Shared memory that leaves nothing behind.
+
+A segment is a memfd: memory with a file descriptor and no name. Peers open it
+through /proc/<pid>/fd/<fd>, so it needs no room in /dev/shm (which containers
+keep small), and the kernel frees it when its last holder ends, kill -9 included.
+
+`own_segment` makes one; `MappedSegments` opens and remembers the peers'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import ConfigError, PeerError, StateError
+
+_segment_ids = itertools.count(1)
+_KEPT_MAPPINGS = 256
+_FALLOC_KEEP_SIZE_AND_PUNCH_HOLE = 0x3
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What a peer needs to find a segment: valid as long as its owner lives and keeps it."""
+
+    pid: int
+    fd: int
+    segment_id: int  # never reused in a process, so a reused fd can't be mistaken
+    num_bytes: int
+
+
+class Segment:
+    """A mapped piece of shared memory. `tensor` covers it, as bytes."""
+
+    def __init__(self, name: SegmentName, memory: mmap.mmap) -> None:
+        self.name = name
+        self.memory = memory
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # 1D
+
+
+def own_segment(num_bytes: int, *, is_reclaimed: bool = True) -> Segment:
+    """Make a segment of at least `num_bytes`.
+
+    Its memory goes back to the system when the last tensor on it is gone here,
+    even while a peer still has it mapped (not so with is_reclaimed=False: then it
+    lives until the last mapping is gone). Raises ConfigError when the machine has
+    not that much memory: nothing is changed then.
+    """
+    num_bytes = max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    check_free_memory(num_bytes)
+    try:
+        fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"weft shared memory: no file descriptor is free ({error.strerror}). Raise the limit "
+            "(ulimit -n), or allocate fewer, larger buffers."
+        ) from error
+    try:
+        os.ftruncate(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        os.close(fd)
+        raise ConfigError(f"weft shared memory: {num_bytes} bytes can't be mapped ({error}).") from error
+    weakref.finalize(memory, _free, fd, num_bytes if is_reclaimed else 0).atexit = False
+    return Segment(SegmentName(os.getpid(), fd, next(_segment_ids), num_bytes), memory)
+
+
+def _free(fd: int, num_bytes: int) -> None:
+    # Peers may keep a mapping they have not used for long; punching the whole file
+    # out returns the pages all the same.
+    if num_bytes:
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate(fd, _FALLOC_KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(num_bytes))
+    os.close(fd)
+
+
+class MappedSegments:
+    """Peers' segments, mapped when first used and kept while they are used.
+
+    The least recently used mapping is dropped beyond a bound.
+    """
+
+    def __init__(self) -> None:
+        self._segments: OrderedDict[tuple[int, int], Segment] = OrderedDict()
+
+    def get(self, name: SegmentName, rank: int) -> Segment:
+        """The peer's segment, mapped here. `rank` is for the error when its owner is gone."""
+        key = (name.pid, name.segment_id)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = open_segment(name, rank)
+            if len(self._segments) > _KEPT_MAPPINGS:
+                self._segments.popitem(last=False)
+        self._segments.move_to_end(key)
+        return segment
+
+
+def open_segment(name: SegmentName, rank: int) -> Segment:
+    """Map a segment that another process owns."""
+    try:
+        fd = os.open(f"/proc/{name.pid}/fd/{name.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise PeerError(
+            f"rank {rank} (pid {name.pid}) is gone, and its shared memory with it.", [rank]
+        ) from error
+    except PermissionError as error:
+        raise StateError(
+            f"the shared memory of rank {rank} (pid {name.pid}) may not be opened. Ranks of one group must "
+            "run as one user; a program that made itself undumpable can't share memory this way."
+        ) from error
+    try:
+        memory = mmap.mmap(fd, name.num_bytes)
+    finally:
+        os.close(fd)
+    return Segment(name, memory)
+
+
+def check_free_memory(num_bytes: int) -> None:
+    """Raise ConfigError if the machine (or this container) can't hold `num_bytes` more."""
+    free_bytes = free_memory_bytes()
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"weft shared memory: {num_bytes:,} bytes asked for, {free_bytes:,} are free on this machine. "
+            "Use fewer ranks or smaller buffers."
+        )
+
+
+def free_memory_bytes() -> int:
+    """What is free by /proc/meminfo, and by the container's limit where there is one."""
+    with open("/proc/meminfo", "rb") as meminfo:
+        fields = dict(line.split(b":", 1) for line in meminfo)
+    free_bytes = int(fields[b"MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", "rb") as limit_file:
+            limit = limit_file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", "rb") as used_file:
+            used = int(used_file.read())
+    except OSError:
+        return free_bytes
+    return free_bytes if limit == b"max" else max(0, min(free_bytes, int(limit) - used))

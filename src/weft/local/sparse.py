@@ -1,0 +1,56 @@
+"""All-reduce of sparse COO tensors: gather every rank's entries, then add them up."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.errors import ConfigError, DesyncError
+from weft.local.engine import Engine
+
+
+def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, timeout_secs: float) -> None:
+    """Sum (or average) a sparse tensor over all ranks, in place.
+
+    Ranks may bring different numbers of entries. Their shapes and numbers of sparse
+    dimensions must agree: DesyncError on every rank otherwise.
+    """
+    if reduce_name not in ("SUM", "AVG"):
+        raise ConfigError(f"all_reduce of a sparse tensor: SUM and AVG are there, {reduce_name} is not.")
+    movements = engine.movements(tensor.device)
+    mine = tensor.detach().coalesce()
+    rows = movements.exchange_counts(
+        [mine.sparse_dim(), mine.dim(), mine._nnz()], timeout_secs
+    )
+    shapes = None
+    if len({tuple(row[:2]) for row in rows}) == 1:
+        shapes = movements.exchange_counts(list(mine.shape), timeout_secs)
+    if shapes is None or any(shape != shapes[0] for shape in shapes):
+        raise DesyncError(
+            "all_reduce: the ranks' sparse tensors differ in shape or in their number of sparse dimensions: "
+            f"{shapes or [row[:2] for row in rows]}. No data was moved.",
+        )
+    entries = [row[2] for row in rows]
+    indices = movements.gather_uneven(
+        mine.indices().contiguous().view(-1), [count * mine.sparse_dim() for count in entries], timeout_secs
+    )
+    value_numel = mine.values()[0].numel() if mine._nnz() else _dense_numel(mine)
+    values = movements.gather_uneven(
+        mine.values().contiguous().view(-1), [count * value_numel for count in entries], timeout_secs
+    )
+    dense_shape = mine.shape[mine.sparse_dim() :]
+    total = torch.sparse_coo_tensor(
+        torch.cat([part.view(mine.sparse_dim(), -1) for part in indices], dim=1),
+        torch.cat([part.view(-1, *dense_shape) for part in values]),
+        mine.shape,
+        check_invariants=False,
+    ).coalesce()
+    if reduce_name == "AVG":
+        total = total / engine.size
+    tensor.detach().copy_(total)
+
+
+def _dense_numel(tensor: torch.Tensor) -> int:
+    numel = 1
+    for length in tensor.shape[tensor.sparse_dim() :]:
+        numel *= length
+    return numel

@@ -1,0 +1,95 @@
+"""A peer's tensor during one collective.
+
+A window reads and writes elements lo..hi of the tensor that a peer brought to the
+collective. `TensorWindow` lies in memory that this process has mapped, and is read
+in place. `RemoteWindow` lies in the peer's own memory, and is copied in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from weft.local.kernel import RemoteMemory
+
+
+class Window(Protocol):
+    """Elements of a peer's flat tensor."""
+
+    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Elements lo..hi: in place where they can be read, else copied into `scratch`."""
+        ...
+
+    def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
+        """Copy elements lo..hi into `out`, a contiguous tensor of that many elements."""
+        ...
+
+    def write(self, lo: int, source: torch.Tensor) -> None:
+        """Copy `source`, contiguous, over the elements from lo on."""
+        ...
+
+
+class TensorWindow:
+    """A window on memory that is mapped here."""
+
+    __slots__ = ("_copy_numel", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, copy_bytes: int) -> None:
+        self._tensor = tensor  # 1D
+        self._copy_numel = max(1, copy_bytes // tensor.element_size())
+
+    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
+        """The elements themselves: no copy."""
+        return self._tensor[lo:hi]
+
+    def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
+        """Copy piece by piece: see `copy_in_pieces`."""
+        copy_in_pieces(out, self._tensor[lo:hi], self._copy_numel)
+
+    def write(self, lo: int, source: torch.Tensor) -> None:
+        """Copy piece by piece: see `copy_in_pieces`."""
+        copy_in_pieces(self._tensor[lo : lo + source.numel()], source, self._copy_numel)
+
+
+class RemoteWindow:
+    """A window on the memory of another process, through the kernel."""
+
+    __slots__ = ("_address", "_itemsize", "_memory")
+
+    def __init__(self, memory: RemoteMemory, address: int, itemsize: int) -> None:
+        self._memory = memory
+        self._address = address
+        self._itemsize = itemsize
+
+    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
+        """The elements, copied into `scratch`."""
+        out = scratch[: hi - lo]
+        self.read_into(lo, hi, out)
+        return out
+
+    def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
+        """One copy, made by the kernel."""
+        self._memory.read(
+            out.data_ptr(), self._address + lo * self._itemsize, (hi - lo) * self._itemsize
+        )
+
+    def write(self, lo: int, source: torch.Tensor) -> None:
+        """One copy, made by the kernel."""
+        self._memory.write(
+            source.data_ptr(), self._address + lo * self._itemsize, source.numel() * self._itemsize
+        )
+
+
+def copy_in_pieces(out: torch.Tensor, source: torch.Tensor, piece_numel: int) -> None:
+    """Copy a flat tensor in pieces that fit a core's cache.
+
+    The C library turns to streaming stores for large copies, which here took 5.3 ms
+    for 25 MB where pieces of 256 KB took 1.9.
+    """
+    numel = source.numel()
+    if numel <= piece_numel:
+        out.copy_(source)
+        return
+    for there, here in zip(out.split(piece_numel), source.split(piece_numel), strict=True):
+        there.copy_(here)
