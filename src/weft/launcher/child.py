@@ -1,0 +1,155 @@
+"""The process-rank's own side: one interpreter, one loop, one job after another.
+
+A job gets a fresh default group over a store that the launcher hosts, so that
+the store outlives any rank and jobs never mix. Process-wide state that user code
+changes (modules, default dtype, environment) stays from job to job; the random
+generators start each job from the seed of a fresh process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+
+from weft.launcher.backends import load_backend
+from weft.launcher.payload import decode_call, encode_exception, encode_result
+from weft.launcher.report import exception_failure
+from weft.launcher.stacks import DUMP_SIGNAL
+from weft.launcher.stores import connect_store
+from weft.launcher.wire import (
+    Failed,
+    Finish,
+    Idle,
+    Job,
+    Message,
+    Ready,
+    Returned,
+    encode_message,
+    receive_message,
+)
+from weft.launcher.world import abort_groups, destroy_groups, init_default_group
+
+# A rank that has returned keeps its groups this long for peers that are about to return too:
+# closing a connection discards what the peer has not read yet. Not longer, so that a peer that
+# waits for this rank in vain learns it from the closed group and not from its timeout.
+LINGER_SECS = 1.0
+
+
+def main(argv: list[str]) -> None:
+    """Run as one rank until the launcher hangs up. The arguments are RankProcess's."""
+    rank, num_ranks, control_fd, lifeline_fd, stacks_fd = map(int, argv)
+    die_with_launcher(lifeline_fd)
+    for fd in (control_fd, lifeline_fd, stacks_fd):
+        os.set_inheritable(fd, False)
+    faulthandler.enable(stacks_fd)
+    faulthandler.register(DUMP_SIGNAL, stacks_fd)
+    child = RankChild(rank, num_ranks, socket.socket(fileno=control_fd))
+    # What start-up has made is never garbage: leaving it out makes the collection after each job cheap.
+    gc.collect()
+    gc.freeze()
+    child.serve()
+
+
+def die_with_launcher(lifeline_fd: int) -> None:
+    """See to it that this process ends when the pipe's other end is closed.
+
+    On Linux the kernel does it, by sending SIGKILL in place of SIGIO: that also ends a rank
+    that is stopped, or in a native call that holds the interpreter lock. PR_SET_PDEATHSIG is
+    no alternative: it fires when the launcher's *thread* ends, which a pool outlives.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        # The launcher may have gone while this interpreter was starting.
+        if select.select([lifeline_fd], [], [], 0.0)[0]:
+            os._exit(1)
+    else:
+
+        def exit_at_end_of_pipe() -> None:
+            os.read(lifeline_fd, 1)
+            os._exit(1)
+
+        threading.Thread(target=exit_at_end_of_pipe, daemon=True).start()
+
+
+class RankChild:
+    """The loop over jobs, and what lives as long as the process."""
+
+    def __init__(self, rank: int, num_ranks: int, control: socket.socket) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._control = control
+        self._fresh_seed = torch.initial_seed()
+
+    def serve(self) -> None:
+        """Serve jobs until the launcher hangs up."""
+        self._send(Ready())
+        while (message := receive_message(self._control)) is not None:
+            # A Finish here came after this rank had stopped waiting for it.
+            if isinstance(message, Job):
+                self._serve_job(message)
+                self._send(Idle())
+
+    def _serve_job(self, job: Job) -> None:
+        self._enter_job(job)
+        try:
+            self._send(Returned(self._run(job)))
+            self._linger()
+        except BaseException as exception:
+            failure = exception_failure(self._rank, exception, time.monotonic())
+            abort_groups(f"rank {self._rank} {failure.headline}")
+            self._send(
+                Failed(
+                    headline=failure.headline,
+                    report=failure.report,
+                    exception=encode_exception(exception),
+                    is_consequence=failure.is_consequence,
+                    at_secs=failure.at_secs,
+                )
+            )
+        destroy_groups()
+        # Groups and shared memory in reference cycles must not live on into the next job.
+        gc.collect()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _enter_job(self, job: Job) -> None:
+        sys.path[:] = job.sys_path
+        if os.getcwd() != job.working_dir:
+            os.chdir(job.working_dir)
+        os.environ["MASTER_PORT"] = str(job.store_port)
+        torch.manual_seed(self._fresh_seed)
+
+    def _run(self, job: Job) -> bytes:
+        timeout = timedelta(seconds=job.collective_timeout_secs)
+        fn, args, kwargs = decode_call(job.call)
+        load_backend(job.backend)
+        store = connect_store(job.store_port, timeout)
+        init_default_group(job.backend, store, self._rank, self._num_ranks, timeout)
+        try:
+            result = fn(*args, **kwargs)
+        except SystemExit as exit_request:
+            if exit_request.code not in (None, 0):
+                raise
+            result = None
+        return encode_result(result, self._rank)
+
+    def _linger(self) -> None:
+        if select.select([self._control], [], [], LINGER_SECS)[0]:
+            message = receive_message(self._control)
+            assert message is None or isinstance(message, Finish)
+
+    def _send(self, message: Message) -> None:
+        self._control.sendall(encode_message(message))

@@ -1,0 +1,125 @@
+"""Carry functions, results and exceptions between the launcher and its ranks.
+
+Functions of a module that a rank can import travel by name, all others (of
+`__main__`, a notebook cell, a test module that is on no path, closures, lambdas)
+by value, which is what cloudpickle is for. Exceptions that can't travel become
+their text.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import pickle
+import sys
+import types
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from weft.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def encode_call(
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], *, by_value: bool = False
+) -> bytes:
+    """Pickle a call for the ranks.
+
+    `by_value` sends all of the function's module by value: it then runs the very
+    code that is loaded here, such as a test whose asserts pytest has rewritten.
+    Raises ConfigError, before any rank is started, when something can't be pickled.
+    """
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    with _pickled_by_value(module if by_value or not _is_importable(module) else None):
+        try:
+            return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+        except Exception as error:
+            raise ConfigError(
+                f"launch: the function {_name_of(fn)} or its arguments can't be pickled, which process-ranks "
+                f"need: {type(error).__name__}: {error}. Make what can't be pickled inside the function, "
+                f"or use kind='thread'."
+            ) from error
+
+
+def decode_call(call: bytes) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
+    """Undo encode_call, in the rank."""
+    return pickle.loads(call)
+
+
+def encode_result(result: object, rank: int) -> bytes:
+    """Pickle what the function returned; the error says which rank returned what."""
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} returned a {type(result).__qualname__} that can't be pickled, so the launcher "
+            f"can't have it: {type(error).__name__}: {error}. Return plain values or tensors (a DTensor's "
+            f"full_tensor(), say)."
+        ) from error
+
+
+def decode_result(result: bytes) -> object:
+    """Undo encode_result, in the launcher."""
+    return pickle.loads(result)
+
+
+def encode_exception(exception: BaseException) -> bytes | None:
+    """Pickle an exception; None when it does not survive the journey.
+
+    It is loaded once here: an exception whose `__init__` wants other arguments
+    than its `args` pickles without complaint and fails at the other end.
+    """
+    try:
+        pickled = cloudpickle.dumps(exception)
+        return pickled if type(pickle.loads(pickled)) is type(exception) else None
+    except Exception:
+        return None
+
+
+def decode_exception(pickled: bytes | None, headline: str) -> BaseException:
+    """The rank's exception, or a RuntimeError with its text where it could not travel."""
+    if pickled is not None:
+        try:
+            exception = pickle.loads(pickled)
+            if isinstance(exception, BaseException):
+                return exception
+        except Exception:  # its class can't be imported here: the text has to do
+            pass
+    return RuntimeError(headline)
+
+
+def _name_of(fn: object) -> str:
+    return f"'{getattr(fn, '__qualname__', repr(fn))}'"
+
+
+def _is_importable(module: types.ModuleType | None) -> bool:
+    """Whether a rank, which gets this process's sys.path, would find the module by its name.
+
+    Asks the path and not sys.modules: pytest's importlib mode and notebooks' tools put
+    modules there which no path leads to. Frozen and built-in modules have no file to find.
+    """
+    if module is None or getattr(module, "__file__", None) is None:
+        return True
+    top_level_name = module.__name__.partition(".")[0]
+    return importlib.machinery.PathFinder.find_spec(top_level_name) is not None
+
+
+@contextmanager
+def _pickled_by_value(module: types.ModuleType | None) -> Generator[None]:
+    # cloudpickle already sends __main__ by value, and refuses to have it registered twice.
+    if module is None or module.__name__ == "__main__" or module.__name__ in _registered_names():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _registered_names() -> set[str]:
+    registry: Any = cloudpickle.list_registry_pickle_by_value()
+    return set(registry)

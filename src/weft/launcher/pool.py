@@ -1,0 +1,182 @@
+"""A pool of process-ranks: started once, then one job after another.
+
+Starting a rank means importing torch, seconds of work; a job on a running pool
+takes milliseconds. A pool that lost a rank, or had to kill one, is closed for good:
+its owner makes another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+from weft.errors import ConfigError, LaunchError, StateError
+from weft.launcher.backends import check_backend, default_local_backend
+from weft.launcher.job import JobRun
+from weft.launcher.options import check_ranks, check_seconds
+from weft.launcher.payload import encode_call
+from weft.launcher.process import RankProcess, receive_from
+from weft.launcher.report import RankFailure, describe_exit, launch_error
+from weft.launcher.stores import host_store
+from weft.launcher.wire import Job, Ready
+
+_START_SECS = 180.0
+_EXIT_SECS = 5.0
+_LOOK_SECS = 0.25
+
+
+class RankPool:
+    """N processes that wait for functions to run as ranks 0 to N-1.
+
+    Use it as a context manager, or `close` it. Jobs run one at a time; threads that
+    call `run` together wait for each other.
+    """
+
+    def __init__(self, ranks: int, *, grace: float = 5.0) -> None:
+        """Start the ranks and wait until all are ready. `grace` is in seconds: see launch()."""
+        check_ranks(ranks, "RankPool")
+        check_seconds("grace", grace, "RankPool")
+        if not sys.executable:
+            raise ConfigError(
+                "RankPool: sys.executable is empty, so no process-rank can be started. Use kind='thread'."
+            )
+        self._lock = threading.Lock()
+        self._grace_secs = grace
+        self._processes: list[RankProcess] = []
+        try:
+            for rank in range(ranks):
+                self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks)))
+            self._wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        self._num_ranks = ranks
+
+    @property
+    def ranks(self) -> int:
+        return self._num_ranks
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids; empty once closed."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the pool can take a job: it is open, and every rank lives."""
+        return bool(self._processes) and all(process.exit_code() is None for process in self._processes)
+
+    def run(
+        self,
+        fn: Callable[..., object],
+        *,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        backend: str | None = None,
+        timeout: float | None = None,
+        collective_timeout: float = 300.0,
+        by_value: bool = False,
+    ) -> list[object]:
+        """Run `fn` on every rank and return the results by rank; see launch() for the arguments and errors.
+
+        `by_value` sends the function's whole module by value: see encode_call. After a LaunchError
+        the pool goes on if every rank came back by itself, else it is closed (`is_usable` tells).
+        """
+        backend = backend or default_local_backend()
+        check_backend(backend, "RankPool.run")
+        call = encode_call(fn, args, kwargs or {}, by_value=by_value)
+        with self._lock:
+            if not self.is_usable:
+                raise StateError(
+                    "RankPool.run: the pool is closed, or one of its ranks has died. Start another one."
+                )
+            # The launcher hosts the store, so that it outlives every rank; one a job, so that jobs never mix.
+            store, port = host_store(timedelta(seconds=collective_timeout))
+            job = Job(call, backend, collective_timeout, port, tuple(sys.path), os.getcwd())
+            job_run = JobRun(self._processes, self._grace_secs)
+            try:
+                return job_run.run(job, timeout)
+            finally:
+                del store
+                # Also after KeyboardInterrupt: ranks that are still at work have no one to report to.
+                if not job_run.all_idle:
+                    self.kill()
+
+    def close(self) -> None:
+        """Let the ranks exit in an orderly way, and kill those that do not."""
+        with self._lock:
+            for process in self._processes:
+                process.hang_up()
+            stop_at = time.monotonic() + _EXIT_SECS
+            for process in self._processes:
+                process.wait_exit(max(0.0, stop_at - time.monotonic()))
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks, whatever they are doing."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.signal_kill()
+        for process in processes:
+            process.kill()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _wait_ready(self) -> None:
+        waiting = {process.rank: process for process in self._processes}
+        stop_at = time.monotonic() + _START_SECS
+        while waiting:
+            for process, messages in receive_from(list(waiting.values()), _LOOK_SECS):
+                if any(isinstance(message, Ready) for message in messages):
+                    del waiting[process.rank]
+            lost = [
+                process
+                for process in waiting.values()
+                if process.is_closed or process.exit_code() is not None
+            ]
+            if lost or time.monotonic() > stop_at:
+                raise self._start_error(lost or list(waiting.values()))
+
+    def _start_error(self, processes: Sequence[RankProcess]) -> LaunchError:
+        failures: list[RankFailure] = []
+        for process in processes:
+            returncode = process.wait_exit(_LOOK_SECS)
+            how = (
+                f"was not ready after {_START_SECS:g} seconds"
+                if returncode is None
+                else describe_exit(returncode)
+            )
+            report = f"could not start: {how}. What it wrote to stderr says why.\n{process.take_stacks()}"
+            failures.append(RankFailure(process.rank, f"could not start: {how}", report, time.monotonic()))
+        return launch_error(failures, len(self._processes))
+
+
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """The environment of a process-rank: this process's, with what torchrun would add."""
+    env = dict(os.environ)
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        # The launcher hosts the store: rank 0 must not try to when user code initialises from here again.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // ranks)))
+    return env

@@ -1,0 +1,163 @@
+"""Ranks as threads of this process, each with a torch.distributed world of its own.
+
+A thread can't be killed. When a rank fails, its groups are aborted, which ends the
+others wherever they use those groups; one that does not end is left running (it is
+a daemon thread) and the error says so and where it is.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from weft.launcher.report import (
+    RankFailure,
+    exception_failure,
+    launch_error,
+    launch_timeout_error,
+    stuck_failure,
+)
+from weft.launcher.stacks import format_thread
+from weft.launcher.stores import memory_store, share_store
+from weft.launcher.world import (
+    RankWorld,
+    abort_groups,
+    destroy_groups,
+    entered_world,
+    init_default_group,
+    isolated_worlds,
+)
+
+# As for process-ranks: see child.LINGER_SECS.
+_LINGER_SECS = 1.0
+
+
+def run_threads(
+    call: Callable[[], object],
+    ranks: int,
+    *,
+    backend: str,
+    timeout_secs: float | None,
+    collective_timeout_secs: float,
+    grace_secs: float,
+) -> list[object]:
+    """Run `call` on `ranks` threads and return the results by rank; launch() says how it fails."""
+    run = ThreadRun(call, ranks, backend, timedelta(seconds=collective_timeout_secs))
+    with isolated_worlds():
+        return run.run(timeout_secs, grace_secs)
+
+
+class ThreadRun:
+    """One call in flight on N threads. `_changed` guards what ranks report, and tells of it."""
+
+    def __init__(self, call: Callable[[], object], num_ranks: int, backend: str, timeout: timedelta) -> None:
+        self._call = call
+        self._num_ranks = num_ranks
+        self._backend = backend
+        self._timeout = timeout
+        self._store = memory_store()
+        self._worlds = [RankWorld() for _ in range(num_ranks)]
+        self._threads = [
+            threading.Thread(target=self._run_rank, args=(rank,), name=f"weft-rank-{rank}", daemon=True)
+            for rank in range(num_ranks)
+        ]
+        self._changed = threading.Condition()
+        self._results: dict[int, object] = {}
+        self._failures: dict[int, RankFailure] = {}
+        self._done: set[int] = set()
+
+    def run(self, timeout_secs: float | None, grace_secs: float) -> list[object]:
+        """Start the threads, wait for them and return the results, or raise LaunchError."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._wait(timeout_secs, lambda: self._all_done() or bool(self._failures))
+            if self._failures:
+                self._wait(grace_secs, self._all_done)
+                self._raise_failures(grace_secs)
+            if not self._all_done():
+                self._raise_timeout(timeout_secs or 0.0, grace_secs)
+        except BaseException as error:
+            self._abort(f"the launcher stopped waiting: {type(error).__name__}")
+            raise
+        for thread in self._threads:
+            thread.join()
+        return [self._results[rank] for rank in range(self._num_ranks)]
+
+    def _run_rank(self, rank: int) -> None:
+        with entered_world(self._worlds[rank]), torch.autograd.set_multithreading_enabled(False):
+            # Backward runs in this thread then, on a GPU too, so that hooks find this rank's world.
+            try:
+                result = self._run_call(rank)
+                with self._changed:
+                    self._results[rank] = result
+                    self._changed.notify_all()
+                    self._changed.wait_for(self._all_ended, _LINGER_SECS)
+                destroy_groups()
+            except BaseException as exception:
+                self._fail(rank, exception)
+        with self._changed:
+            self._done.add(rank)
+            self._changed.notify_all()
+
+    def _run_call(self, rank: int) -> object:
+        init_default_group(self._backend, share_store(self._store), rank, self._num_ranks, self._timeout)
+        try:
+            return self._call()
+        except SystemExit as exit_request:
+            if exit_request.code not in (None, 0):
+                raise
+            return None
+
+    def _fail(self, rank: int, exception: BaseException) -> None:
+        failure = exception_failure(rank, exception, time.monotonic())
+        abort_groups(f"rank {rank} {failure.headline}")
+        with self._changed:
+            self._failures[rank] = failure
+            self._changed.notify_all()
+        try:
+            destroy_groups()
+        except Exception:  # the groups were aborted; the failure that led to it is what is reported
+            self._worlds[rank].__init__()
+
+    def _all_done(self) -> bool:
+        return len(self._done) == self._num_ranks
+
+    def _all_ended(self) -> bool:
+        return bool(self._failures) or len(self._results) == self._num_ranks
+
+    def _wait(self, within_secs: float | None, is_enough: Callable[[], bool]) -> None:
+        # In slices, since a wait without end on a lock can't be interrupted on every platform.
+        stop_at = math.inf if within_secs is None else time.monotonic() + within_secs
+        with self._changed:
+            while not is_enough() and (remaining := stop_at - time.monotonic()) > 0:
+                self._changed.wait(min(remaining, 1.0))
+
+    def _abort(self, reason: str) -> None:
+        for world in self._worlds:
+            abort_groups(reason, world)
+
+    def _raise_failures(self, grace_secs: float) -> None:
+        stuck = self._describe_running(f"was still running {grace_secs:g} seconds after the failure")
+        with self._changed:
+            failures = [*self._failures.values(), *stuck]
+        raise launch_error(failures, self._num_ranks)
+
+    def _raise_timeout(self, timeout_secs: float, grace_secs: float) -> None:
+        stuck = self._describe_running("was still running")
+        self._abort(f"the run went past its timeout of {timeout_secs:g} seconds")
+        self._wait(grace_secs, self._all_done)
+        raise launch_timeout_error(stuck, self._num_ranks, timeout_secs)
+
+    def _describe_running(self, what: str) -> list[RankFailure]:
+        what = f"{what}; a thread can't be killed and goes on"
+        return [
+            stuck_failure(rank, what, format_thread(thread.ident or 0))
+            for rank, thread in enumerate(self._threads)
+            if rank not in self._done
+        ]
