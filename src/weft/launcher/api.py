@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.launcher.backends import check_backend, default_local_backend
-from weft.launcher.options import check_function, check_kind, check_ranks, check_seconds
+from weft.launcher.options import check_function, check_kind, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
 from weft.launcher.pool import RankPool
 from weft.launcher.threads import run_threads
@@ -48,9 +48,7 @@ def launch(
     check_function(fn, "launch")
     check_ranks(ranks, "launch")
     check_kind(kind, "launch")
-    for name, seconds in (("timeout", timeout), ("collective_timeout", collective_timeout), ("grace", grace)):
-        if seconds is not None:
-            check_seconds(name, seconds, "launch")
+    check_timeouts("launch", timeout=timeout, collective_timeout=collective_timeout, grace=grace)
     backend = backend or default_local_backend()
     check_backend(backend, "launch")
     if kind == "thread":
@@ -62,13 +60,6 @@ def launch(
             collective_timeout_secs=collective_timeout,
             grace_secs=grace,
         )
-    encode_call(fn, args, kwargs or {})  # what can't be pickled is an error before any process is started
+    call = encode_call(fn, args, kwargs or {})  # before a process is started: what can't be pickled ends here
     with RankPool(ranks, grace=grace) as pool:
-        return pool.run(
-            fn,
-            args=args,
-            kwargs=kwargs,
-            backend=backend,
-            timeout=timeout,
-            collective_timeout=collective_timeout,
-        )
+        return pool.run_encoded(call, backend=backend, timeout=timeout, collective_timeout=collective_timeout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
@@ -21,26 +20,19 @@ def check_backend(backend: str, asker: str) -> None:
 
     Understands what init_process_group does: "gloo", or "cpu:gloo,cuda:nccl".
     """
-    known = sorted({*dist.Backend.backend_list, "weft"} - {"undefined"})
+    known = sorted(set(dist.Backend.backend_list) - {"undefined"})
     for name in _names(backend):
         if name not in known:
             raise ConfigError(
                 f"{asker}: backend={backend!r} names {name!r}, which c10d does not know. "
                 f"It knows {', '.join(known)}; or pairs such as 'cpu:gloo,cuda:nccl'."
             )
-    load_backend(backend)
     for name in _names(backend):
         if not dist.is_backend_available(name):
             raise ConfigError(
                 f"{asker}: backend={backend!r} names {name!r}, which this build of torch does not have. "
                 f"Use 'gloo', or leave the backend out."
             )
-
-
-def load_backend(backend: str) -> None:
-    """Import what registers the backend with c10d: `weft` is registered by weft.local."""
-    if "weft" in _names(backend):
-        importlib.import_module("weft.local")
 
 
 def _names(backend: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import io
 import os
 import select
 import signal
@@ -22,8 +23,7 @@ from datetime import timedelta
 
 import torch
 
-from weft.launcher.backends import load_backend
-from weft.launcher.payload import decode_call, encode_exception, encode_result
+from weft.launcher.payload import decode_call, encode_exception, encode_result, publish_main
 from weft.launcher.report import exception_failure
 from weft.launcher.stacks import DUMP_SIGNAL
 from weft.launcher.stores import connect_store
@@ -54,6 +54,10 @@ def main(argv: list[str]) -> None:
         os.set_inheritable(fd, False)
     faulthandler.enable(stacks_fd)
     faulthandler.register(DUMP_SIGNAL, stacks_fd)
+    # Line by line, so that a rank that is killed has said what it had to say.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     child = RankChild(rank, num_ranks, socket.socket(fileno=control_fd))
     # What start-up has made is never garbage: leaving it out makes the collection after each job cheap.
     gc.collect()
@@ -92,6 +96,7 @@ class RankChild:
         self._num_ranks = num_ranks
         self._control = control
         self._fresh_seed = torch.initial_seed()
+        self._excepthook = sys.excepthook
 
     def serve(self) -> None:
         """Serve jobs until the launcher hangs up."""
@@ -103,13 +108,13 @@ class RankChild:
                 self._send(Idle())
 
     def _serve_job(self, job: Job) -> None:
-        self._enter_job(job)
         try:
+            self._enter_job(job)
             self._send(Returned(self._run(job)))
             self._linger()
         except BaseException as exception:
             failure = exception_failure(self._rank, exception, time.monotonic())
-            abort_groups(f"rank {self._rank} {failure.headline}")
+            abort_groups(failure.headline)
             self._send(
                 Failed(
                     headline=failure.headline,
@@ -120,13 +125,13 @@ class RankChild:
                 )
             )
         destroy_groups()
+        sys.excepthook = self._excepthook  # init_process_group wraps it, and nothing ever unwraps it
         # Groups and shared memory in reference cycles must not live on into the next job.
         gc.collect()
-        sys.stdout.flush()
-        sys.stderr.flush()
 
     def _enter_job(self, job: Job) -> None:
         sys.path[:] = job.sys_path
+        sys.argv[:] = job.argv
         if os.getcwd() != job.working_dir:
             os.chdir(job.working_dir)
         os.environ["MASTER_PORT"] = str(job.store_port)
@@ -135,7 +140,7 @@ class RankChild:
     def _run(self, job: Job) -> bytes:
         timeout = timedelta(seconds=job.collective_timeout_secs)
         fn, args, kwargs = decode_call(job.call)
-        load_backend(job.backend)
+        publish_main(fn)
         store = connect_store(job.store_port, timeout)
         init_default_group(job.backend, store, self._rank, self._num_ranks, timeout)
         try:

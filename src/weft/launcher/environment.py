@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.errors import ConfigError
 from weft.launcher.backends import check_backend, default_local_backend, is_same_backend
-from weft.launcher.options import check_seconds
+from weft.launcher.options import check_timeouts
 from weft.launcher.stores import memory_store
 from weft.launcher.world import is_rank_thread
 
@@ -61,7 +61,7 @@ def init(backend: str | None = None, timeout: float = 300.0) -> World:
     Raises ConfigError when the environment is incomplete, or when the world that is there has another
     backend than the one asked for.
     """
-    check_seconds("timeout", timeout, "init")
+    check_timeouts("init", timeout=timeout)
     if backend is not None:
         check_backend(backend, "init")
     if not dist.is_initialized():

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from weft.errors import InternalError
 from weft.launcher.payload import decode_exception, decode_result
-from weft.launcher.process import RankProcess, fetch_stacks, receive_from
+from weft.launcher.process import RankProcess, fetch_stacks, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error, launch_timeout_error, stuck_failure
 from weft.launcher.wire import Failed, Finish, Idle, Job, Message, Returned
 
-# A dead rank shows as the end of its stream, at once. Where processes that it started hold the
-# stream open, it shows when the process is looked at: that often.
+# How often processes are looked at: see wait_for_messages.
 _LOOK_SECS = 0.25
 _EXIT_SECS = 5.0
 
@@ -65,19 +64,13 @@ class JobRun:
             self._note_death(process)
 
     def _handle_messages(self, within_secs: float) -> None:
-        for process, messages in receive_from(self._processes_alive(), within_secs):
-            for message in messages:
+        for process in wait_for_messages(self._processes_alive(), within_secs):
+            # Looked at first: what a rank has said before it died counts.
+            has_exited = process.exit_code() is not None
+            for message in process.receive():
                 self._handle(process.rank, message)
-        for process in self._processes_alive():
-            if process.is_closed or process.exit_code() is not None:
-                self._handle_last_messages(process)
+            if process.is_closed or has_exited:
                 self._note_death(process)
-
-    def _handle_last_messages(self, process: RankProcess) -> None:
-        """What a rank has said before it died counts: it may have failed first, and died of that."""
-        while messages := process.receive():
-            for message in messages:
-                self._handle(process.rank, message)
 
     def _handle(self, rank: int, message: Message) -> None:
         match message:

@@ -25,7 +25,8 @@ def check_kind(kind: object, asker: str) -> None:
         raise ConfigError(f"{asker}: kind must be 'process' or 'thread'; got {kind!r}.")
 
 
-def check_seconds(name: str, seconds: object, asker: str) -> None:
-    """Check a duration; None, for no limit, is the caller's to let through."""
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
-        raise ConfigError(f"{asker}: {name} is in seconds and must be greater than 0; got {seconds!r}.")
+def check_timeouts(asker: str, **timeouts: float | None) -> None:
+    """Check durations, by the names that the user knows them by; None means no limit."""
+    for name, seconds in timeouts.items():
+        if seconds is not None and (isinstance(seconds, bool) or not seconds > 0):
+            raise ConfigError(f"{asker}: {name} is in seconds and must be greater than 0; got {seconds!r}.")

@@ -8,7 +8,9 @@ their text.
 
 from __future__ import annotations
 
-import importlib.machinery
+import functools
+import inspect
+import os
 import pickle
 import sys
 import types
@@ -47,6 +49,21 @@ def encode_call(
 def decode_call(call: bytes) -> tuple[Callable[..., object], tuple[object, ...], dict[str, object]]:
     """Undo encode_call, in the rank."""
     return pickle.loads(call)
+
+
+def publish_main(fn: object) -> None:
+    """Put what came by value from the launcher's `__main__` into the rank's own.
+
+    User code that pickles by name (all_gather_object, a DataLoader's workers) then finds its classes where
+    they say they are.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    namespace: dict[str, Any] = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__globals__", {})
+    main = sys.modules["__main__"]
+    for name, value in namespace.items():
+        if getattr(value, "__module__", None) == "__main__":
+            setattr(main, name, value)
 
 
 def encode_result(result: object, rank: int) -> bytes:
@@ -96,15 +113,23 @@ def _name_of(fn: object) -> str:
 
 
 def _is_importable(module: types.ModuleType | None) -> bool:
-    """Whether a rank, which gets this process's sys.path, would find the module by its name.
+    """Whether a rank, which gets this process's sys.path, would find the module's very file by its name.
 
-    Asks the path and not sys.modules: pytest's importlib mode and notebooks' tools put
-    modules there which no path leads to. Frozen and built-in modules have no file to find.
+    Asks the finders and not sys.modules: pytest's importlib mode and notebooks' tools put modules there
+    which no path leads to. Frozen and built-in modules have no file to find.
     """
-    if module is None or getattr(module, "__file__", None) is None:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None:
         return True
-    top_level_name = module.__name__.partition(".")[0]
-    return importlib.machinery.PathFinder.find_spec(top_level_name) is not None
+    name, path, origin = "", None, None
+    for part in module.__name__.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None:
+            return False
+        path, origin = spec.submodule_search_locations, spec.origin
+    return origin is not None and os.path.realpath(origin) == os.path.realpath(file)
 
 
 @contextmanager

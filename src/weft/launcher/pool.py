@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 from weft.errors import ConfigError, LaunchError, StateError
 from weft.launcher.backends import check_backend, default_local_backend
 from weft.launcher.job import JobRun
-from weft.launcher.options import check_ranks, check_seconds
+from weft.launcher.options import check_function, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
-from weft.launcher.process import RankProcess, receive_from
+from weft.launcher.process import RankProcess, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error
 from weft.launcher.stores import host_store
 from weft.launcher.wire import Job, Ready
@@ -40,7 +41,7 @@ class RankPool:
     def __init__(self, ranks: int, *, grace: float = 5.0) -> None:
         """Start the ranks and wait until all are ready. `grace` is in seconds: see launch()."""
         check_ranks(ranks, "RankPool")
-        check_seconds("grace", grace, "RankPool")
+        check_timeouts("RankPool", grace=grace)
         if not sys.executable:
             raise ConfigError(
                 "RankPool: sys.executable is empty, so no process-rank can be started. Use kind='thread'."
@@ -73,23 +74,35 @@ class RankPool:
 
     def run(
         self,
-        fn: Callable[..., object],
+        fn: Callable[..., Any],
         *,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         backend: str | None = None,
         timeout: float | None = None,
         collective_timeout: float = 300.0,
         by_value: bool = False,
-    ) -> list[object]:
+    ) -> list[Any]:
         """Run `fn` on every rank and return the results by rank; see launch() for the arguments and errors.
 
         `by_value` sends the function's whole module by value: see encode_call. After a LaunchError
         the pool goes on if every rank came back by itself, else it is closed (`is_usable` tells).
         """
+        check_function(fn, "RankPool.run")
+        return self.run_encoded(
+            encode_call(fn, args, kwargs or {}, by_value=by_value),
+            backend=backend,
+            timeout=timeout,
+            collective_timeout=collective_timeout,
+        )
+
+    def run_encoded(
+        self, call: bytes, *, backend: str | None, timeout: float | None, collective_timeout: float
+    ) -> list[Any]:
+        """Run a call that payload.encode_call has pickled; else as `run`."""
         backend = backend or default_local_backend()
         check_backend(backend, "RankPool.run")
-        call = encode_call(fn, args, kwargs or {}, by_value=by_value)
+        check_timeouts("RankPool.run", timeout=timeout, collective_timeout=collective_timeout)
         with self._lock:
             if not self.is_usable:
                 raise StateError(
@@ -97,15 +110,23 @@ class RankPool:
                 )
             # The launcher hosts the store, so that it outlives every rank; one a job, so that jobs never mix.
             store, port = host_store(timedelta(seconds=collective_timeout))
-            job = Job(call, backend, collective_timeout, port, tuple(sys.path), os.getcwd())
+            job = Job(
+                call=call,
+                backend=backend,
+                collective_timeout_secs=collective_timeout,
+                store_port=port,
+                sys_path=tuple(sys.path),
+                argv=tuple(sys.argv),
+                working_dir=os.getcwd(),
+            )
             job_run = JobRun(self._processes, self._grace_secs)
             try:
                 return job_run.run(job, timeout)
             finally:
-                del store
                 # Also after KeyboardInterrupt: ranks that are still at work have no one to report to.
                 if not job_run.all_idle:
                     self.kill()
+                del store
 
     def close(self) -> None:
         """Let the ranks exit in an orderly way, and kill those that do not."""
@@ -140,14 +161,10 @@ class RankPool:
         waiting = {process.rank: process for process in self._processes}
         stop_at = time.monotonic() + _START_SECS
         while waiting:
-            for process, messages in receive_from(list(waiting.values()), _LOOK_SECS):
-                if any(isinstance(message, Ready) for message in messages):
+            for process in wait_for_messages(list(waiting.values()), _LOOK_SECS):
+                if any(isinstance(message, Ready) for message in process.receive()):
                     del waiting[process.rank]
-            lost = [
-                process
-                for process in waiting.values()
-                if process.is_closed or process.exit_code() is not None
-            ]
+            lost = [p for p in waiting.values() if p.is_closed or p.exit_code() is not None]
             if lost or time.monotonic() > stop_at:
                 raise self._start_error(lost or list(waiting.values()))
 

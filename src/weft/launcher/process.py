@@ -100,16 +100,19 @@ class RankProcess:
         return True
 
     def receive(self) -> list[Message]:
-        """The messages that the bytes at hand complete, without waiting; `is_closed` tells of the end."""
+        """All that the rank has said by now, without waiting; `is_closed` tells of the end."""
         self.control.settimeout(0.0)
-        try:
-            received = self.control.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            received = b""
-        self.is_closed = not received
-        return self._reader.feed(received)
+        messages: list[Message] = []
+        while not self.is_closed:
+            try:
+                received = self.control.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                received = b""
+            self.is_closed = not received
+            messages += self._reader.feed(received)
+        return messages
 
     def wait_exit(self, within_secs: float) -> int | None:
         """Wait for the process to end; None when it has not."""
@@ -167,13 +170,14 @@ class RankProcess:
         self._lifeline = self.stacks = -1
 
 
-def receive_from(
-    processes: Sequence[RankProcess], within_secs: float
-) -> list[tuple[RankProcess, list[Message]]]:
-    """Wait until any of the ranks has said something, or has gone, and return all that was said."""
-    by_control = {process.control: process for process in processes}
-    ready = wait_readable(list(by_control), within_secs)
-    return [(process, process.receive()) for control, process in by_control.items() if control in ready]
+def wait_for_messages(processes: Sequence[RankProcess], within_secs: float) -> list[RankProcess]:
+    """Wait until ranks have said something or have gone, and return them.
+
+    A dead rank shows as the end of its stream, at once. Where processes that it started hold the stream
+    open, it shows when it is looked at: after this wait.
+    """
+    ready = wait_readable([process.control for process in processes], within_secs)
+    return [process for process in processes if process.control in ready or process.exit_code() is not None]
 
 
 def fetch_stacks(processes: Sequence[RankProcess]) -> dict[int, str]:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -65,10 +65,7 @@ def exception_failure(rank: int, exception: BaseException, at_secs: float) -> Ra
     return RankFailure(
         rank=rank,
         headline=f"raised {describe_exception(exception)}",
-        report="raised:\n"
-        + "".join(
-            traceback.format_exception(type(exception), exception, _user_part(exception.__traceback__))
-        ),
+        report=f"raised:\n{_format(exception)}",
         at_secs=at_secs,
         exception=exception,
         is_consequence=is_consequence(exception),
@@ -139,9 +136,27 @@ def _with_cause(error: E, ordered: Sequence[RankFailure]) -> E:
     return error
 
 
-def _user_part(start: TracebackType | None) -> TracebackType | None:
-    """Skip the frames that called the user's function; keep them all if there are no others."""
-    part = start
-    while part is not None and part.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
-        part = part.tb_next
-    return part or start
+def _format(exception: BaseException) -> str:
+    """Format a traceback without the frames that say nothing to the user.
+
+    Those are the ones that called the function, and where a peer is to blame also the ones below the
+    user's call: with many ranks they would bury the rank that matters.
+    """
+    formatted = traceback.TracebackException.from_exception(exception)
+    frames = formatted.stack
+    modules = [_module_name(frame) for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    start = next((i for i, name in enumerate(modules) if not name.startswith(_CALLERS)), 0)
+    stop = len(frames)
+    if is_consequence(exception):
+        last_of_user = max((i for i, name in enumerate(modules) if not _is_library(name)), default=stop)
+        stop = min(stop, last_of_user + 1)
+    formatted.stack = traceback.StackSummary.from_list(list(frames[start:stop]))
+    return "".join(formatted.format())
+
+
+def _module_name(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _is_library(module_name: str) -> bool:
+    return module_name.partition(".")[0] in ("torch", "weft")

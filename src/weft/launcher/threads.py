@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -35,6 +36,12 @@ from weft.launcher.world import (
 
 # As for process-ranks: see child.LINGER_SECS.
 _LINGER_SECS = 1.0
+
+# What became of a rank that the timeout found running, by whether it still is.
+_AFTER_TIMEOUT = {
+    True: "was still running, and still is, since a thread can't be killed",
+    False: "was still running",
+}
 
 
 def run_threads(
@@ -116,14 +123,12 @@ class ThreadRun:
 
     def _fail(self, rank: int, exception: BaseException) -> None:
         failure = exception_failure(rank, exception, time.monotonic())
-        abort_groups(f"rank {rank} {failure.headline}")
+        abort_groups(failure.headline)
         with self._changed:
             self._failures[rank] = failure
             self._changed.notify_all()
-        try:
+        with suppress(Exception):  # the groups were aborted; what led to that is what is reported
             destroy_groups()
-        except Exception:  # the groups were aborted; the failure that led to it is what is reported
-            self._worlds[rank].__init__()
 
     def _all_done(self) -> bool:
         return len(self._done) == self._num_ranks
@@ -143,21 +148,26 @@ class ThreadRun:
             abort_groups(reason, world)
 
     def _raise_failures(self, grace_secs: float) -> None:
-        stuck = self._describe_running(f"was still running {grace_secs:g} seconds after the failure")
+        what = f"was still running {grace_secs:g} seconds after the failure; a thread can't be killed"
+        stuck = [stuck_failure(rank, what, stack) for rank, stack in self._stacks().items()]
         with self._changed:
             failures = [*self._failures.values(), *stuck]
         raise launch_error(failures, self._num_ranks)
 
     def _raise_timeout(self, timeout_secs: float, grace_secs: float) -> None:
-        stuck = self._describe_running("was still running")
+        stacks = self._stacks()
         self._abort(f"the run went past its timeout of {timeout_secs:g} seconds")
         self._wait(grace_secs, self._all_done)
+        running = self._stacks().keys()
+        stuck = [
+            stuck_failure(rank, _AFTER_TIMEOUT[rank in running], stack) for rank, stack in stacks.items()
+        ]
         raise launch_timeout_error(stuck, self._num_ranks, timeout_secs)
 
-    def _describe_running(self, what: str) -> list[RankFailure]:
-        what = f"{what}; a thread can't be killed and goes on"
-        return [
-            stuck_failure(rank, what, format_thread(thread.ident or 0))
+    def _stacks(self) -> dict[int, str]:
+        """Where each rank that has not ended is."""
+        return {
+            rank: format_thread(thread.ident or 0)
             for rank, thread in enumerate(self._threads)
             if rank not in self._done
-        ]
+        }

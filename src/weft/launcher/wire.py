@@ -36,8 +36,9 @@ class Job:
     backend: str
     collective_timeout_secs: float
     store_port: int
-    # The launcher's own, so that modules are found and files are opened where the caller would.
+    # The launcher's own, so that the function finds modules, files and arguments as its caller would.
     sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
     working_dir: str
 
 

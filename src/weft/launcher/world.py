@@ -148,8 +148,15 @@ def abort_groups(reason: str, world: RankWorld | None = None) -> None:
 
 def destroy_groups() -> None:
     """Destroy the calling rank's groups, if the user's function has not."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    if is_rank_thread() and _world().num_launches == 0:
+        # Its launch gave up on this thread, and C++ is back to the process's own map of names, which
+        # destroy_process_group would empty.
+        for group in list(_world().pg_map):
+            group.shutdown()
+        return
+    dist.destroy_process_group()
 
 
 def _world() -> Any:
