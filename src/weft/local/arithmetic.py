@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.distributed import ReduceOp
@@ -70,6 +71,7 @@ class Fold:
                 accumulator.div_(self.divisor, rounding_mode="trunc")
 
 
+@lru_cache(maxsize=256)
 def plan_fold(name: str, dtype: torch.dtype, size: int) -> Fold:
     """The fold of a reduce operator over tensors of `dtype` from `size` ranks.
 

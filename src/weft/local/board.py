@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -37,8 +38,8 @@ _SLOT_BYTES = 128
 _MAILBOX_BELL_AT = 960  # its own cache line: the mailbox rings it
 
 _STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")
-# op, reduce op, dtype, root; element count; a check of further arguments; call number
-_SIGNATURE = struct.Struct("<HHHhqqQ")
+# op, reduce op, dtype, root; element count; call number
+_SIGNATURE = struct.Struct("<HHHhqQ")
 _PLACE = struct.Struct("<iiqqqd")
 
 
@@ -60,8 +61,7 @@ class PlaceKind(IntEnum):
     ADDRESS = 3  # in the rank's own memory, for cross-memory copies or for its sister threads
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """What must be equal on every rank of a collective."""
 
     op: int
@@ -69,21 +69,17 @@ class Signature:
     dtype: int
     root: int
     numel: int
-    check: int
     number: int  # how many collectives this group did before
 
     def pack(self) -> bytes:
         """As the bytes that ranks compare."""
-        return _SIGNATURE.pack(
-            self.op, self.reduce_op, self.dtype, self.root, self.numel, self.check, self.number
-        )
+        return _SIGNATURE.pack(*self)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank's tensor lies, and the factor it is to be multiplied by."""
 
-    kind: PlaceKind
+    kind: int  # a PlaceKind
     fd: int = 0
     segment_id: int = 0
     num_bytes: int = 0  # of the segment
@@ -110,12 +106,18 @@ class Board:
         self._phase_word = [self._word(peer, _PHASE_AT) for peer in range(size)]
         self._bell_word = [self._word(peer, _MAILBOX_BELL_AT) for peer in range(size)]
         inline = segment.tensor[size * _LINE_BYTES :][: size * 2 * INLINE_BYTES]
-        self.inline = inline.view(size, 2, INLINE_BYTES)  # rank, slot, byte
+        self._inline = inline.view(size, 2, INLINE_BYTES)  # rank, slot, byte
+        # Views cost a microsecond each, so they are made once a dtype.
+        self.inline = lru_cache(maxsize=64 * size)(self._inline_view)
 
     @staticmethod
     def num_bytes(size: int) -> int:
         """How large the board of a group of `size` ranks is."""
         return size * (_LINE_BYTES + 2 * INLINE_BYTES)
+
+    def _inline_view(self, rank: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """A rank's inline buffer as elements of a dtype."""
+        return self._inline[rank, slot].view(dtype)
 
     def _word(self, rank: int, at: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._segment.address + rank * _LINE_BYTES + at)
@@ -163,9 +165,9 @@ class Board:
 
     # -- states ---------------------------------------------------------------
 
-    def state(self, rank: int) -> RankState:
-        """What the rank last said about itself."""
-        return RankState(self._bytes[rank * _LINE_BYTES + _STATE_AT])
+    def state(self, rank: int) -> int:
+        """What the rank last said about itself: a RankState."""
+        return self._bytes[rank * _LINE_BYTES + _STATE_AT]
 
     def reason(self, rank: int) -> tuple[str, int]:
         """Why the rank failed, and the rank it blames."""
@@ -187,21 +189,12 @@ class Board:
         """Write what this rank calls and where its tensor lies into its slot."""
         at = self.rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES
         self._bytes[at : at + _SIGNATURE.size] = signature
-        _PLACE.pack_into(
-            self._bytes,
-            at + _SIGNATURE.size,
-            place.kind,
-            place.fd,
-            place.segment_id,
-            place.num_bytes,
-            place.start,
-            place.factor,
-        )
+        _PLACE.pack_into(self._bytes, at + _SIGNATURE.size, *place)
 
     def same_call(self, rank: int, slot: int, signature: bytes) -> bool:
         """Whether the rank posted this very signature."""
         at = rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES
-        return self._bytes[at : at + _SIGNATURE.size] == signature
+        return self._bytes[at : at + _SIGNATURE.size].tobytes() == signature
 
     def signature(self, rank: int, slot: int) -> Signature:
         """What the rank posted."""
@@ -211,8 +204,7 @@ class Board:
     def place(self, rank: int, slot: int) -> Place:
         """Where the rank's tensor lies."""
         at = rank * _LINE_BYTES + _SLOTS_AT + slot * _SLOT_BYTES + _SIGNATURE.size
-        kind, *rest = _PLACE.unpack_from(self._bytes, at)
-        return Place(PlaceKind(kind), *rest)
+        return Place(*_PLACE.unpack_from(self._bytes, at))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum, auto
-from zlib import crc32
 
 import torch
 
@@ -37,11 +35,6 @@ _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 def dtype_number(dtype: torch.dtype) -> int:
     """The dtype as a number that is equal on every rank (they run the same torch)."""
     return _DTYPE_NUMBER[dtype]
-
-
-def check_of(values: Iterable[int]) -> int:
-    """A checksum of further arguments that must agree."""
-    return crc32(repr(tuple(values)).encode())
 
 
 def describe(signature: Signature, reduce_names: dict[int, str]) -> str:

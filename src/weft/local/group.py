@@ -34,13 +34,31 @@ class LocalGroup(dist.ProcessGroup):
         self.engine = engine
         self._timeout_secs = timeout.total_seconds()
         self._lane = Lane(f"weft-lane-{engine.rank}")
-        self._pending: list[LocalWork] | None = None  # between _start_coalescing and _end_coalescing
+        self._name = self._desc = ""
 
     # -- what the group is ------------------------------------------------------
 
     def getBackendName(self) -> str:
         """The name under which c10d knows the backend."""
         return "weft"
+
+    # c10d keeps a group's name and description in its C++ backends, and we have none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        """The name by which c10d and compiled graphs find the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in its maker's words."""
+        return self._desc
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -322,7 +340,6 @@ class LocalGroup(dist.ProcessGroup):
         secs = options.timeout.total_seconds()
         if secs <= 0:
             secs = self._timeout_secs
-        self.engine.check_open()
         is_async = getattr(options, "asyncOp", True)
         work = self.engine.work_for(arguments.words(op), results)
         self._lane.submit(work, lambda: work.run(task, secs), is_async=is_async)

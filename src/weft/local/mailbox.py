@@ -233,7 +233,7 @@ class Mailbox:
         while True:
             seen = self._board.bell(self._meeting.rank)
             # Looked at before delivering: what a rank sent before it left still counts.
-            has_left = peer >= 0 and self._board.state(peer) is RankState.LEFT
+            has_left = peer >= 0 and self._board.state(peer) == RankState.LEFT
             self.deliver()
             if is_done():
                 return

@@ -12,8 +12,8 @@ PeerError when a rank is dead, gone or late (the group is closed).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ from weft.local.windows import Window
 _NOWHERE = Place(PlaceKind.NOWHERE)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What one rank calls: the part that must agree, and its own."""
 
     op: Op
@@ -38,7 +37,6 @@ class Call:
     numel: int = -1  # -1 where ranks may differ
     reduce_number: int = 0
     root: int = -1
-    check: int = 0
     factor: float = 1.0
     may_inline: bool = True  # sizes agree, so all ranks inline or none does
     is_written: bool = False  # peers write into this rank's window
@@ -61,7 +59,7 @@ class Meeting:
         """Raise if the group was left or has failed."""
         if self._closed is not None:
             raise StateError(f"{self._group_name} is closed: {self._closed}. Make a new group.")
-        if self.board.state(self.rank) is RankState.FAILED:
+        if self.board.state(self.rank) == RankState.FAILED:
             reason, blamed = self.board.reason(self.rank)
             culprit = self.roster.members[self.rank if blamed < 0 else blamed].global_rank
             raise PeerError(
@@ -74,34 +72,28 @@ class Meeting:
         """Expose this rank's flat tensor, wait for everyone, and open their windows."""
         self.check_open()
         number, slot = self._number, self._number & 1
-        signature = Signature(
-            call.op,
-            call.reduce_number,
-            0 if call.dtype is None else dtype_number(call.dtype),
-            call.root,
-            call.numel,
-            call.check,
-            number,
-        )
-        deadline = time.monotonic() + timeout_secs
-        round_ = Round(self, call, memory, tensor, signature, slot, deadline)
+        dtype = 0 if call.dtype is None else dtype_number(call.dtype)
+        signature = Signature(call.op, call.reduce_number, dtype, call.root, call.numel, number)
+        round_ = Round(self, call, memory, tensor, signature, slot, time.monotonic() + timeout_secs)
+        packed = signature.pack()
+        board = self.board
         try:
-            packed = signature.pack()
             place = _NOWHERE
             if tensor is not None:
                 place = memory.expose(tensor, slot, call.factor, may_inline=call.may_inline)
-            self.board.post(slot, packed, place)
+            board.post(slot, packed, place)
             # Counted only now: a call that could not even be posted changed nothing.
             self._number += 1
             memory.announce()
-            self.waiter.wait_for_all(self.board.advance(), round_.words, deadline)
+            self.waiter.wait_for_all(board.advance(), round_.words, round_.deadline)
         except PeerError:
             raise
         except BaseException as error:
             self.fail(f"{type(error).__name__} in {round_.words()}: {error}")
             raise
-        if not all(self.board.same_call(peer, slot, packed) for peer in self.roster.others):
-            raise DesyncError(self._differences(slot), self._odd_ones(slot))
+        for peer in self.roster.others:
+            if not board.same_call(peer, slot, packed):
+                raise DesyncError(self._differences(slot), self._odd_ones(slot))
         memory.follow()
         return round_
 
@@ -131,14 +123,14 @@ class Meeting:
         """Say that this rank takes part no more."""
         if self._closed is None:
             self._closed = why
-            if self.board.state(self.rank) is not RankState.FAILED:
+            if self.board.state(self.rank) != RankState.FAILED:
                 self.board.set_state(RankState.LEFT)
 
 
 class Round:
     """One collective after its `meet`. A context: leaving it parts the ranks."""
 
-    __slots__ = ("_deadline", "_meeting", "_memory", "_signature", "_slot", "call", "tensor")
+    __slots__ = ("_meeting", "_memory", "_signature", "_slot", "call", "deadline", "is_inline", "tensor")
 
     def __init__(
         self,
@@ -154,9 +146,12 @@ class Round:
         self._memory = memory
         self._signature = signature
         self._slot = slot
-        self._deadline = deadline
+        self.deadline = deadline
         self.call = call
         self.tensor = tensor
+        # Whether every tensor of the round lies in the board's inline buffers. Sizes
+        # agree in such a call, so every rank answers the same.
+        self.is_inline = call.may_inline and memory.is_inline(call.numel, call.dtype)
 
     def words(self) -> str:
         """The call in words."""
@@ -204,15 +199,7 @@ class Round:
             return  # the peers read our inline buffer, which we don't touch before the next meeting
         self._memory.announce()
         meeting = self._meeting
-        meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self._deadline)
+        meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self.deadline)
         self._memory.follow()
         if self.call.is_written and self.tensor is not None:
             self._memory.settle(self.tensor)
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether every tensor of this round lies in the board's inline buffers.
-
-        Sizes agree in such a call, so every rank answers the same.
-        """
-        return self.call.may_inline and self._memory.is_inline(self.call.numel, self.call.dtype)

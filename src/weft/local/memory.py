@@ -26,6 +26,7 @@ from weft.local.windows import RemoteWindow, TensorWindow, Window, copy_in_piece
 
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
 PIECE_BYTES = 256 * 1024
+_INLINE = Place(PlaceKind.INLINE)
 
 
 class Memory(Protocol):
@@ -97,8 +98,8 @@ class CpuMemory:
         num_bytes = tensor.numel() * tensor.element_size()
         self._is_staged = False
         if may_inline and num_bytes <= INLINE_BYTES:
-            self._board.inline[self._board.rank, slot, :num_bytes].copy_(as_bytes(tensor))
-            return Place(PlaceKind.INLINE, factor=factor)
+            self._board.inline(self._board.rank, slot, tensor.dtype)[: tensor.numel()].copy_(tensor)
+            return _INLINE if factor == 1.0 else _INLINE._replace(factor=factor)
         address = tensor.data_ptr()
         base = tensor.untyped_storage().data_ptr()
         name = self._allocated.get(base)
@@ -131,11 +132,11 @@ class CpuMemory:
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
+        if place.kind == PlaceKind.INLINE:
+            return TensorWindow(self._board.inline(peer, slot, dtype), PIECE_BYTES)
         num_bytes = numel * dtype.itemsize
         member = self._roster.members[peer]
-        if place.kind is PlaceKind.INLINE:
-            shared = self._board.inline[peer, slot]
-        elif place.kind is PlaceKind.SEGMENT:
+        if place.kind == PlaceKind.SEGMENT:
             segment = self._mapped.get(place.segment(member.pid), member.global_rank)
             shared = segment.tensor[place.start :]
         elif member.is_thread_here:

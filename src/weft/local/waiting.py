@@ -57,18 +57,18 @@ class Waiter:
         """Raise PeerError if a rank died or failed, or left while it is still needed."""
         roster, board = self._roster, self._board
         for peer in roster.others:
-            if roster.is_dead(peer) and board.state(peer) is not RankState.LEFT:
+            if roster.is_dead(peer) and board.state(peer) != RankState.LEFT:
                 self._fail(f"{roster.name(peer)} (pid {roster.members[peer].pid}) died", peer, what)
         for peer in roster.others:
             state = board.state(peer)
-            if state is RankState.FAILED:
+            if state == RankState.FAILED:
                 reason, blamed = board.reason(peer)
                 self._fail(
                     f"{roster.name(peer)} gave up: {reason}" if blamed in (-1, peer) else reason,
                     peer if blamed == -1 else blamed,
                     what,
                 )
-            if state is RankState.LEFT and is_needed(peer):
+            if state == RankState.LEFT and is_needed(peer):
                 self._fail(f"{roster.name(peer)} has left the group", peer, what)
 
     def give_up(self, what: Callable[[], str], late: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class TensorWindow:
 
     def __init__(self, tensor: torch.Tensor, copy_bytes: int) -> None:
         self._tensor = tensor  # 1D
-        self._copy_numel = max(1, copy_bytes // tensor.element_size())
+        self._copy_numel = copy_bytes // tensor.itemsize
 
     def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
         """The elements themselves: no copy."""

@@ -2,16 +2,16 @@
 
 A LocalWork is c10d's handle: `wait`, `is_completed`, `get_future`. A Lane runs a
 group's collectives one after another, in the order in which they were called: a
-call that is waited for at once runs on the caller's own thread (no handover), one
-that overlaps with compute on the lane's thread.
+call that is waited for at once runs on the caller's own thread (no handover between
+threads), one that overlaps with compute on the lane's.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class LocalWork(dist.Work):
         self._mutex = threading.Lock()
         self._done: threading.Event | None = None
         self._future: Future[list[torch.Tensor]] | None = None
+        self.lane: Lane | None = None  # where it waits to be run
 
     def run(self, task: Callable[[float], None], timeout_secs: float) -> None:
         """Do the work, on whichever thread calls this."""
@@ -51,6 +52,8 @@ class LocalWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the work is done; raise what went wrong in it."""
         if not self._is_done:
+            if self.lane is not None and timeout is None:
+                self.lane.run_until(self.is_completed)
             self._block(timeout)
         if self._error is not None:
             raise self._error
@@ -102,49 +105,66 @@ class LocalWork(dist.Work):
 
 
 class Lane:
-    """Runs the works of one group in order."""
+    """Runs the works of one group in order.
+
+    A work is run by whoever comes first: its caller, when nothing is before it and
+    the caller would only wait; the lane's thread; or the first to wait for it, who
+    then takes it over together with the works before it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._state = threading.Lock()
-        self._executing = threading.Lock()
-        self._queue: SimpleQueue[tuple[LocalWork, Callable[[], None]] | None] = SimpleQueue()
-        self._num_queued = 0
+        self._executing = threading.Lock()  # held while a work runs
+        self._waiting: deque[tuple[LocalWork, Callable[[], None]]] = deque()
+        self._bell = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
-    def submit(self, work: LocalWork, task: Callable[[], None], *, is_async: bool) -> LocalWork:
-        """Run the task now on this thread, or on the lane's when works are queued or `is_async`."""
-        with self._state:
-            is_inline = not is_async and not self._num_queued and self._executing.acquire(blocking=False)
-            if not is_inline:
-                self._num_queued += 1
-                self._queue.put((work, task))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                    self._thread.start()
-        if is_inline:
+    def submit(self, work: LocalWork, task: Callable[[], None], *, is_async: bool) -> None:
+        """Run the task now if it is waited for at once and nothing is before it; else queue it."""
+        if not is_async and self._executing.acquire(blocking=False):
             try:
-                _run(work, task)
+                if not self._waiting:
+                    _run(work, task)
+                    return
             finally:
                 self._executing.release()
-        return work
+        work.lane = self
+        self._waiting.append((work, task))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._bell.release()
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Run waiting works on this thread until `is_done`, or until another thread is at it."""
+        while not is_done() and self._executing.acquire(blocking=False):
+            try:
+                if not self._waiting:
+                    return
+                _run(*self._waiting.popleft())
+            finally:
+                self._executing.release()
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while not self._is_closed:
+            self._bell.acquire()
             with self._executing:
-                _run(*item)
-            del item  # its tensors, before the next wait
-            with self._state:
-                self._num_queued -= 1
+                if self._waiting:
+                    _run(*self._waiting.popleft())
 
     def close(self) -> None:
-        """Let the lane's thread end once its queue is empty, and wait for it."""
-        with self._state:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+        """Run what is waiting, then end the lane's thread."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        with self._executing:
+            while self._waiting:
+                _run(*self._waiting.popleft())
+            self._is_closed = True
+        self._bell.release()
+        thread.join()
+        self._thread = None
 
 
 def _run(work: LocalWork, task: Callable[[], None]) -> None:

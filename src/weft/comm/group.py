@@ -1,0 +1,85 @@
+"""Process groups as the door sees them: which one is meant, who is in it, its store.
+
+The private names of torch that weft needs for groups are used here and nowhere
+else: `_get_process_group_store` (the store that a group was made with) and
+`GroupMember.NON_GROUP_MEMBER` (what `new_group` gives to ranks outside of it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from weft.errors import ConfigError, StateError
+
+
+@dataclass(eq=False, slots=True)
+class GroupState:
+    """What the door remembers of a group."""
+
+    rank: int  # in the group
+    global_rank: int
+    ranks: tuple[int, ...]  # all members, as ranks of the world
+    name: str
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # counts the calls
+
+    def words(self) -> str:
+        """How messages call the group."""
+        return f"group '{self.name}' of {len(self.ranks)} ranks"
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that a call means: the given one, or the whole world."""
+    if group is None:
+        if not dist.is_initialized():
+            raise StateError(
+                "no process group is there. Call weft.init() first, or run the function with weft.launch()."
+            )
+        return c10d._get_default_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives on it."
+        )
+    return group
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    """What the door remembers of the group; made when first asked for."""
+    state = _states.get(group)
+    if state is None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        rank = group.rank()
+        state = _states[group] = GroupState(rank, ranks[rank], ranks, group.group_name)
+    return state
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store that the group was made with. It is up as long as the world's first rank, or its launcher."""
+    return c10d._get_process_group_store(group)
+
+
+def allocate(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A zeroed tensor from memory that suits the group best.
+
+    On a local group (backend 'weft') peers read and write it in place; on any other
+    it is an ordinary tensor. Only this rank is concerned.
+    """
+    group = resolve_group(group)
+    native = getattr(group, "allocate", None)
+    if native is None:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return native(*shape, dtype=dtype, device=device)

@@ -1,0 +1,109 @@
+"""Record what a rank communicates: `with weft.record() as events`.
+
+Times are of the host (time.perf_counter, one clock for all processes of a machine).
+A collective ends when the rank found its result: on its completion where the group
+says so, else when it was waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.call import Call, install_watcher, remove_watcher
+from weft.comm.group import state_of
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective of one rank."""
+
+    op: str
+    feature: str  # which part of weft called: "ddp", "fsdp", ..., or "user"
+    rank: int  # in the world
+    group: str  # the group's name
+    group_size: int
+    bytes_in: int
+    bytes_out: int
+    dtype: torch.dtype | None
+    shapes: tuple[tuple[int, ...], ...]  # of the inputs
+    detail: str  # the reduce op, the root
+    site: str
+    start_secs: float
+    end_secs: float
+    error: str | None = None
+
+
+class Events(list[Event]):
+    """The recorded events, in the order in which they ended."""
+
+    def by_op(self, op: str) -> Events:
+        """Those of one operation."""
+        return Events(event for event in self if event.op == op)
+
+    def by_feature(self, feature: str) -> Events:
+        """Those of one feature."""
+        return Events(event for event in self if event.feature == feature)
+
+    @property
+    def total_bytes_in(self) -> int:
+        """How many bytes the rank gave in all."""
+        return sum(event.bytes_in for event in self)
+
+
+class _Recorder:
+    def __init__(self, rank: int | None) -> None:
+        self.events = Events()
+        self._rank = rank
+        self._mutex = threading.Lock()
+        self._starts: dict[int, float] = {}
+
+    def started(self, call: Call) -> None:
+        if self._rank is None or call.rank == self._rank:
+            self._starts[id(call)] = time.perf_counter()
+
+    def finished(self, call: Call, error: BaseException | None) -> None:
+        start_secs = self._starts.pop(id(call), None)
+        if start_secs is None:
+            return
+        state = state_of(call.group)
+        event = Event(
+            op=call.op,
+            feature=call.feature,
+            rank=state.global_rank,
+            group=state.name,
+            group_size=len(state.ranks),
+            bytes_in=call.bytes_in,
+            bytes_out=call.bytes_out,
+            dtype=call.dtype,
+            shapes=tuple(tuple(tensor.shape) for tensor in call.inputs),
+            detail=call.detail,
+            site=call.site,
+            start_secs=start_secs,
+            end_secs=time.perf_counter(),
+            error=None if error is None else f"{type(error).__name__}: {error}",
+        )
+        with self._mutex:
+            self.events.append(event)
+
+
+@contextmanager
+def record() -> Iterator[Events]:
+    """Record this rank's collectives while the block runs.
+
+    Each rank records its own; where ranks are threads, too. Collectives that are
+    still under way at the end of the block are recorded when they end. Calls that
+    bypass the door (bare torch.distributed) are not seen.
+    """
+    recorder = _Recorder(dist.get_rank() if dist.is_initialized() else None)
+    install_watcher(recorder)
+    try:
+        yield recorder.events
+    finally:
+        remove_watcher(recorder)

@@ -1,0 +1,88 @@
+"""The door under torch.compile: collectives become functional ops of the graph.
+
+Only what functional collectives can say is here. The rest of the door's calls
+(messages, objects, gathers to one rank) break the graph and run eagerly.
+
+This is the one place that uses `torch.distributed._functional_collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+
+class TracedHandle:
+    """A handle in a graph: `wait` puts the result into the tensor that the caller gave."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish = finish
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, waited for at this place of the graph."""
+        return self._finish()
+
+    def then(self, step: Callable[[Any], Any]) -> TracedHandle:
+        """A handle of step(result)."""
+        return TracedHandle(lambda: step(self._finish()))
+
+    def is_done(self) -> bool:
+        """Nothing is under way while a graph is traced."""
+        return True
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> TracedHandle:
+    """all_reduce in the graph."""
+    reduced = functional.all_reduce(tensor, op, group)
+    return TracedHandle(lambda: tensor.copy_(functional.wait_tensor(reduced)))
+
+
+def all_reduce_coalesced(tensors: Sequence[torch.Tensor], op: str, group: dist.ProcessGroup) -> TracedHandle:
+    """all_reduce of several tensors as one op of the graph."""
+    reduced = functional.all_reduce_coalesced(list(tensors), op, group)
+    return TracedHandle(
+        lambda: [t.copy_(functional.wait_tensor(r)) for t, r in zip(tensors, reduced, strict=True)]
+    )
+
+
+def broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup) -> TracedHandle:
+    """Broadcast in the graph; `root` is a rank of the group."""
+    sent = functional.broadcast(tensor, root, group)
+    return TracedHandle(lambda: tensor.copy_(functional.wait_tensor(sent)))
+
+
+def all_gather_into_tensor(
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup
+) -> TracedHandle:
+    """all_gather_into_tensor in the graph."""
+    gathered = functional.all_gather_tensor(tensor, 0, group)
+    return TracedHandle(lambda: out.copy_(functional.wait_tensor(gathered).view(out.shape)))
+
+
+def reduce_scatter_tensor(
+    out: torch.Tensor, tensor: torch.Tensor, op: str, group: dist.ProcessGroup
+) -> TracedHandle:
+    """reduce_scatter_tensor in the graph."""
+    part = functional.reduce_scatter_tensor(tensor, op, 0, group)
+    return TracedHandle(lambda: out.copy_(functional.wait_tensor(part).view(out.shape)))
+
+
+def all_to_all_single(
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> TracedHandle:
+    """all_to_all_single in the graph."""
+    received = functional.all_to_all_single(
+        tensor,
+        None if output_splits is None else list(output_splits),
+        None if input_splits is None else list(input_splits),
+        group,
+    )
+    return TracedHandle(lambda: out.copy_(functional.wait_tensor(received).view(out.shape)))
