@@ -165,9 +165,7 @@ class ThreadRun:
         raise launch_timeout_error(stuck, self._num_ranks, timeout_secs)
 
     def _stacks(self) -> dict[int, str]:
-        """Where each rank that has not ended is."""
-        return {
-            rank: format_thread(thread.ident or 0)
-            for rank, thread in enumerate(self._threads)
-            if rank not in self._done
-        }
+        """Where each rank that has not ended is. Those that only tidy up count where there are no others."""
+        running = [rank for rank in range(self._num_ranks) if rank not in self._done]
+        running = [rank for rank in running if rank not in self._results] or running
+        return {rank: format_thread(self._threads[rank].ident or 0) for rank in running}
