@@ -209,7 +209,7 @@ def test_a_thread_that_does_not_end_is_named_with_its_stack() -> None:
     assert not dist.is_initialized()
     event.set()
     stuck.join()
-    assert "still running 0.2 seconds after the failure; a thread can't be killed" in str(caught.value)
+    assert "had not ended 0.2 seconds after the failure, and a thread can't be killed" in str(caught.value)
     assert "in wait_forever\n    event.wait()" in caught.value.failures[1]
     assert isinstance(distributed_c10d._world, distributed_c10d._World)
 
@@ -263,7 +263,7 @@ def test_timeout_names_only_the_unfinished() -> None:
         launch_threads(body, timeout=0.5, grace=0.1)
     event.set()
     assert list(caught.value.failures) == [1]
-    assert "still is, since a thread can't be killed" in caught.value.failures[1]
+    assert "runs on, since a thread can't be killed" in caught.value.failures[1]
 
 
 def test_exit_zero_is_a_return_and_any_other_exit_a_failure() -> None:

@@ -61,10 +61,10 @@ def test_ranks_with_one_report_share_a_paragraph() -> None:
 
 
 def test_timeout_error_names_the_ranks_and_is_a_timeout() -> None:
-    error = launch_timeout_error([stuck_failure(1, "was still running", "  File here")], 2, 0.5)
+    error = launch_timeout_error([stuck_failure(1, "had not finished", "  File here")], 2, 0.5)
     assert isinstance(error, TimeoutError)
     assert str(error).startswith("launch: rank 1 of 2 had not finished after timeout=0.5 seconds")
-    assert "it was here:\n  File here" in error.failures[1]
+    assert "last seen at:\n  File here" in error.failures[1]
 
 
 @pytest.mark.parametrize("kind", [LaunchError, LaunchTimeoutError])

@@ -108,7 +108,7 @@ class JobRun:
         when = " after its function had returned" if process.rank in self._returned else ""
         stack = process.take_stacks()
         headline = f"died{when}: {how}"
-        report = f"{headline}; it was here:\n{stack}" if stack else headline
+        report = f"{headline}; last seen at:\n{stack}" if stack else headline
         death = RankFailure(process.rank, headline, report, time.monotonic())
         self._failures.setdefault(process.rank, death)
 
@@ -120,9 +120,9 @@ class JobRun:
         running = [p for p in unfinished if p.rank not in self._returned] or unfinished
         if not self._failures:
             raise launch_timeout_error(
-                _describe_stuck(running, "was still running"), len(self._processes), timeout_secs or 0.0
+                _describe_stuck(running, "had not finished"), len(self._processes), timeout_secs or 0.0
             )
-        what = f"was still running {self._grace_secs:g} seconds after the failure, and was killed"
+        what = f"had not ended {self._grace_secs:g} seconds after the failure and had to be killed"
         stuck = _describe_stuck([process for process in running if process.rank not in self._failures], what)
         raise launch_error([*self._failures.values(), *stuck], len(self._processes))
 

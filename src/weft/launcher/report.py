@@ -89,7 +89,7 @@ def is_consequence(exception: BaseException) -> bool:
 
 def stuck_failure(rank: int, what: str, stack: str) -> RankFailure:
     """Describe a rank that had to be left or killed where it was; never the cause where there is another."""
-    return RankFailure(rank, what, f"{what}; it was here:\n{stack}", time.monotonic(), is_consequence=True)
+    return RankFailure(rank, what, f"{what}; last seen at:\n{stack}", time.monotonic(), is_consequence=True)
 
 
 def describe_exit(returncode: int) -> str:

@@ -39,8 +39,8 @@ _LINGER_SECS = 1.0
 
 # What became of a rank that the timeout found running, by whether it still is.
 _AFTER_TIMEOUT = {
-    True: "was still running, and still is, since a thread can't be killed",
-    False: "was still running",
+    True: "had not finished, and runs on, since a thread can't be killed",
+    False: "had not finished",
 }
 
 
@@ -148,7 +148,7 @@ class ThreadRun:
             abort_groups(reason, world)
 
     def _raise_failures(self, grace_secs: float) -> None:
-        what = f"was still running {grace_secs:g} seconds after the failure; a thread can't be killed"
+        what = f"had not ended {grace_secs:g} seconds after the failure, and a thread can't be killed"
         stuck = [stuck_failure(rank, what, stack) for rank, stack in self._stacks().items()]
         with self._changed:
             failures = [*self._failures.values(), *stuck]

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from weft.launcher.stores import Store
 
@@ -181,8 +180,10 @@ def _patch(undo: ExitStack) -> None:
         return "threaded" if group is None and is_rank_thread() else real_get_backend(group)
 
     undo.enter_context(_attribute(device_mesh, "get_backend", get_backend))
-    if hasattr(ShardingPropagator, "_fake_mode_lock"):
-        undo.enter_context(_attribute(ShardingPropagator, "_fake_mode_lock", threading.RLock()))
+    # Imported now, since it takes a second, which process-ranks should not pay when they start.
+    sharding: Any = importlib.import_module("torch.distributed.tensor._sharding_prop")
+    if hasattr(sharding.ShardingPropagator, "_fake_mode_lock"):
+        undo.enter_context(_attribute(sharding.ShardingPropagator, "_fake_mode_lock", threading.RLock()))
     # init_process_group wraps it, once a rank, and nothing ever unwraps it.
     undo.enter_context(_attribute(sys, "excepthook", sys.excepthook))
 

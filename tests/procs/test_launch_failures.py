@@ -1,0 +1,259 @@
+"""launch(kind="process") when a rank raises, dies, hangs or is stopped, and when the launcher is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.errors import LaunchError, LaunchTimeoutError, PeerError
+from weft.launcher import RankPool
+from weft.testing.pool import shared_pool
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """A pool to break, of two ranks or as many as asked. Whatever becomes of it, no process may be left."""
+    pool = RankPool(getattr(request, "param", 2), grace=1.0)
+    pids = pool.pids
+    yield pool
+    try:
+        for pid in pids:
+            assert is_gone(pid)
+    finally:
+        pool.kill()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def wait_forever() -> None:
+    reader, _writer = os.pipe()
+    os.read(reader, 1)
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("not for travelling")
+        self.frame = sys._getframe()
+
+
+@pytest.mark.parametrize("backend", ["weft", "gloo"])
+def test_exception_ends_the_others_and_leaves_the_pool_usable(backend: str) -> None:
+    def body():
+        if dist.get_rank() == 1:
+            raise KeyError("boom")
+        dist.all_reduce(torch.ones(1))
+
+    pool = shared_pool(2)
+    with pytest.raises(LaunchError) as caught:
+        pool.run(body, backend=backend, timeout=60)
+    error = caught.value
+    assert str(error).startswith("launch: rank 1 of 2 raised KeyError: 'boom'\n")
+    assert repr(error.__cause__) == repr(KeyError("boom"))
+    assert list(error.failures) == [1, 0]
+    assert 'raise KeyError("boom")' in error.failures[1]
+    assert "dist.all_reduce(torch.ones(1))" in error.failures[0]
+    assert pool.is_usable
+    assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_exception_that_cannot_travel_becomes_its_text() -> None:
+    def body():
+        raise Unpicklable
+
+    with pytest.raises(
+        LaunchError, match=r"raised tests\.procs\.test_launch_failures\.Unpicklable"
+    ) as caught:
+        shared_pool(2).run(body)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "Unpicklable: not for travelling" in str(caught.value.__cause__)
+
+
+def test_killed_rank_leads_and_its_peers_errors_follow(pool: RankPool) -> None:
+    def body():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(LaunchError) as caught:
+        pool.run(body, timeout=60)
+    assert str(caught.value).startswith("launch: rank 1 of 2 died: killed by SIGKILL\n")
+    assert isinstance(caught.value.__cause__, PeerError)
+    assert "PeerError" in caught.value.failures[0]
+    assert not pool.is_usable
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_exit_behind_pythons_back_is_a_death(pool: RankPool) -> None:
+    with pytest.raises(LaunchError, match="died: exited with code 0"):
+        pool.run(lambda: os._exit(0), timeout=60)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_crash_shows_where_it_happened(pool: RankPool) -> None:
+    def crash_here():
+        ctypes.string_at(0)
+
+    with pytest.raises(LaunchError, match="rank 0 of 1 died: killed by SIGSEGV") as caught:
+        pool.run(crash_here, timeout=60)
+    assert "in crash_here\n    ctypes.string_at(0)" in caught.value.failures[0]
+
+
+def test_rank_stuck_after_a_failure_is_shown_and_killed(pool: RankPool) -> None:
+    def body():
+        if dist.get_rank() == 0:
+            raise ValueError("boom")
+        wait_forever()
+
+    with pytest.raises(LaunchError, match="rank 0 of 2 raised ValueError: boom") as caught:
+        pool.run(body, timeout=60)
+    report = caught.value.failures[1]
+    assert report.startswith("had not ended 1 seconds after the failure and had to be killed; last seen at:")
+    assert "in wait_forever\n    os.read(reader, 1)" in report
+    assert not pool.is_usable
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_rank_in_a_native_call_that_holds_the_interpreter_is_shown_and_killed(pool: RankPool) -> None:
+    def wait_in_c():
+        # PyDLL keeps the interpreter lock; pause() returns when a signal has been handled.
+        while True:
+            ctypes.PyDLL(None).pause()
+
+    with pytest.raises(LaunchTimeoutError) as caught:
+        pool.run(wait_in_c, timeout=3)
+    assert "ctypes.PyDLL(None).pause()" in caught.value.failures[0]
+
+
+def test_timeout_shows_the_stacks_of_unfinished_ranks_alone(pool: RankPool) -> None:
+    def body():
+        if dist.get_rank() == 1:
+            wait_forever()
+        return dist.get_rank()
+
+    with pytest.raises(LaunchTimeoutError) as caught:
+        pool.run(body, timeout=3)
+    assert str(caught.value).startswith("launch: rank 1 of 2 had not finished after timeout=3 seconds")
+    assert list(caught.value.failures) == [1]
+    assert "in wait_forever\n    os.read(reader, 1)" in caught.value.failures[1]
+
+
+def test_stopped_rank_is_named_at_the_timeout(pool: RankPool) -> None:
+    def body():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(LaunchTimeoutError, match="the process is stopped, by SIGSTOP or a debugger"):
+        pool.run(body, timeout=3)
+
+
+def test_rank_stopped_before_the_job_is_named_too(pool: RankPool) -> None:
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    with pytest.raises(LaunchTimeoutError, match="ranks 0-1 of 2 had not finished") as caught:
+        pool.run(lambda data: len(data), args=(b"x" * 10_000_000,), timeout=3, collective_timeout=60)
+    assert "stopped" in caught.value.failures[1]
+
+
+def test_processes_that_a_rank_started_go_with_it(pool: RankPool, tmp_path: Path) -> None:
+    def body():
+        if dist.get_rank() == 1:
+            grandchild = subprocess.Popen(["sleep", "1000"], close_fds=False)
+            (tmp_path / "pid").write_text(str(grandchild.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LaunchError, match="rank 1 of 2 died: killed by SIGKILL"):
+        pool.run(body, timeout=60)
+    wait_until_ended(
+        [os.pidfd_open(pid) for pid in [int((tmp_path / "pid").read_text())] if not is_gone(pid)]
+    )
+
+
+def test_broken_shared_pool_is_replaced() -> None:
+    broken = shared_pool(1)
+    with pytest.raises(LaunchError):
+        broken.run(lambda: os._exit(1))
+    replacement = shared_pool(1)
+    assert replacement is not broken
+    assert replacement.run(dist.get_rank) == [0]
+    os.kill(replacement.pids[0], signal.SIGKILL)
+    os.waitid(os.P_PID, replacement.pids[0], os.WEXITED | os.WNOWAIT)
+    assert shared_pool(1).run(dist.get_rank) == [0]
+
+
+def test_ranks_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(LaunchError, match="could not start: exited with code 1"):
+        RankPool(2)
+
+
+LAUNCHER = """
+import os, signal, sys
+import torch.distributed as dist
+from weft.launcher import launch
+
+def body():
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        print(*pids, flush=True)
+        if {interrupts_launcher}:
+            os.kill(os.getppid(), signal.SIGINT)
+    elif {stops_itself}:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    reader, _writer = os.pipe()
+    os.read(reader, 1)
+
+launch(body, ranks=2)
+"""
+
+
+def start_launcher(*, interrupts_launcher: bool = False, stops_itself: bool = False) -> subprocess.Popen[str]:
+    script = LAUNCHER.format(interrupts_launcher=interrupts_launcher, stops_itself=stops_itself)
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(REPO / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_ended(pidfds: list[int]) -> None:
+    """Wait for processes that are not our children, by a descriptor that turns readable at their end."""
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 20)[0], "a process was left behind"
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize("stops_itself", [False, True])
+def test_ranks_end_with_a_killed_launcher(stops_itself: bool) -> None:
+    with start_launcher(stops_itself=stops_itself) as launcher:
+        pidfds = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(pidfds) == 2
+        launcher.kill()
+        wait_until_ended(pidfds)
+
+
+def test_interrupt_of_the_launcher_ends_the_ranks() -> None:
+    with start_launcher(interrupts_launcher=True) as launcher:
+        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        _, errors = launcher.communicate(timeout=60)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert [is_gone(pid) for pid in pids] == [True, True]
