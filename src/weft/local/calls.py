@@ -32,9 +32,13 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 
 
-def dtype_number(dtype: torch.dtype) -> int:
-    """The dtype as a number that is equal on every rank (they run the same torch)."""
-    return _DTYPE_NUMBER[dtype]
+_DEVICES = ("cpu", "cuda")
+_NUMBERS_A_DEVICE = 1024
+
+
+def dtype_number(dtype: torch.dtype, device_number: int = 0) -> int:
+    """Dtype and kind of device as a number that is equal on every rank (they run the same torch)."""
+    return _DTYPE_NUMBER[dtype] + device_number * _NUMBERS_A_DEVICE
 
 
 def describe(signature: Signature, reduce_names: dict[int, str]) -> str:
@@ -45,7 +49,8 @@ def describe(signature: Signature, reduce_names: dict[int, str]) -> str:
     if signature.numel >= 0 and signature.dtype:
         parts.append(f"{signature.numel} elements")
     if signature.dtype:
-        parts.append(str(_DTYPES[signature.dtype - 1]).removeprefix("torch."))
+        device, dtype = divmod(signature.dtype, _NUMBERS_A_DEVICE)
+        parts.append(f"{str(_DTYPES[dtype - 1]).removeprefix('torch.')} on {_DEVICES[device]}")
     if signature.root >= 0:
         parts.append(f"root {signature.root}")
     return f"{Op(signature.op).name.lower()}({', '.join(parts)}), call {signature.number}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,14 +18,25 @@ from weft.errors import ConfigError
 from weft.local.board import Board, RankState
 from weft.local.mailbox import Mailbox
 from weft.local.meeting import Meeting
-from weft.local.memory import CpuMemory, Memory
+from weft.local.memory import CpuMemory
 from weft.local.move import Movements
 from weft.local.reduce import Reductions
 from weft.local.roster import Roster
 from weft.local.segment import Segment
+from weft.local.venue import HOST_BYTES, DeviceVenue, HostVenue, PinnedBuffers, Venue
 from weft.local.work import LocalWork
 
-_CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from weft.local.cuda import CudaMemory
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """What the engine has for one GPU."""
+
+    memory: CudaMemory
+    venue: DeviceVenue
+    pinned: PinnedBuffers
 
 
 class Engine:
@@ -39,33 +52,34 @@ class Engine:
         rings = memoryview(page.memory)[Board.num_bytes(roster.size) :]
         self.mailbox = Mailbox(rings, self._meeting)
         self._cpu = CpuMemory(self._board, roster, is_direct=is_direct)
-        self._devices: dict[torch.device, tuple[Memory, Reductions, Movements]] = {}
-        self._add_device(_CPU, self._cpu)
+        self._host = DeviceVenue(
+            Reductions(self._meeting, self._cpu), Movements(self._meeting, self._cpu, self._cpu)
+        )
+        self._gpus: dict[torch.device, _Gpu] = {}
         self._board.set_state(RankState.OPEN)
 
-    def _add_device(self, device: torch.device, memory: Memory) -> None:
-        self._devices[device] = (
-            memory,
-            Reductions(self._meeting, memory),
-            Movements(self._meeting, memory, self._cpu),
-        )
-
-    def _on(self, device: torch.device) -> tuple[Memory, Reductions, Movements]:
-        if device not in self._devices:
-            if device.type != "cuda":
-                raise ConfigError(f"the local group moves tensors of cpu and cuda, not of {device}.")
+    def _gpu(self, device: torch.device) -> _Gpu:
+        if device not in self._gpus:
             from weft.local.cuda import CudaMemory
 
-            self._add_device(device, CudaMemory(self._board, self._roster, device))
-        return self._devices[device]
+            memory = CudaMemory(self._roster, device)
+            venue = DeviceVenue(
+                Reductions(self._meeting, memory), Movements(self._meeting, memory, self._cpu)
+            )
+            self._gpus[device] = _Gpu(memory, venue, PinnedBuffers(self._cpu, memory.stream))
+        return self._gpus[device]
 
-    def reductions(self, device: torch.device) -> Reductions:
-        """Reductions of tensors on the device."""
-        return self._on(device)[1]
+    def venue(self, device: torch.device, agreed_bytes: int) -> Venue:
+        """Where a collective on such tensors takes place.
 
-    def movements(self, device: torch.device) -> Movements:
-        """Movements of tensors on the device."""
-        return self._on(device)[2]
+        `agreed_bytes` is a size that is the same on every rank.
+        """
+        if device.type == "cpu":
+            return self._host
+        gpu = self._gpu(device)
+        if agreed_bytes > HOST_BYTES:
+            return gpu.venue
+        return HostVenue(self._host.reductions, self._host.movements, gpu.pinned)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed tensor in memory that peers reach."""
@@ -75,7 +89,8 @@ class Engine:
         if numel < 0 or any(length < 0 for length in shape):
             raise ConfigError(f"allocate: shape {tuple(shape)} has a negative length.")
         self.check_open()
-        memory = self._on(device)[0].allocate(max(1, numel) * dtype.itemsize)
+        owner = self._cpu if device.type == "cpu" else self._gpu(device).memory
+        memory = owner.allocate(max(1, numel) * dtype.itemsize)
         return memory[: numel * dtype.itemsize].view(dtype).view(shape)
 
     def work_for(self, words: str, results: Sequence[torch.Tensor]) -> LocalWork:
@@ -83,7 +98,7 @@ class Engine:
         if results and results[0].is_cuda:
             from weft.local.cuda import CudaWork
 
-            return CudaWork(words, results)
+            return CudaWork(words, results, self._gpu(results[0].device).memory.stream)
         return LocalWork(words, results)
 
     def check_open(self) -> None:

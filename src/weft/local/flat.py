@@ -6,8 +6,7 @@ a collective that writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -29,28 +28,39 @@ class Flat:
     """A tensor's flat form, for the length of a `with`.
 
     is_read: what is in it matters, so a copy is filled. is_written: the collective
-    changes it, so a copy is brought back, unless the collective raised.
+    changes it, so a copy is brought back, unless the collective raised. buffer: where
+    the copy is to lie, if there must be one (a pinned buffer of the host).
     """
 
-    def __init__(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        is_read: bool = True,
+        is_written: bool = True,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
         self._tensor = tensor.detach()
         self._is_read = is_read
-        self._is_copied_back = is_written and not _is_flat_already(tensor)
-        self._flat: torch.Tensor | None = None
+        self._is_copy = buffer is not None or not _is_flat_already(tensor)
+        self._is_written = is_written
+        self._flat = buffer
 
     def __enter__(self) -> torch.Tensor:
-        if self._is_read or _is_flat_already(self._tensor):
-            self._flat = _flat(self._tensor)
-        else:
-            tensor = self._tensor
-            self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        return self._flat
+        tensor, flat = self._tensor, self._flat
+        if not self._is_copy:
+            return tensor.view(-1)
+        if flat is None:
+            flat = self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        if self._is_read:
+            flat.view(tensor.shape).copy_(tensor)
+        return flat
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._is_copied_back and self._flat is not None:
-            self._tensor.copy_(self._flat.view(self._tensor.shape))
+        if error is None and self._is_copy and self._is_written and self._flat is not None:
+            self._tensor.copy_(self._flat.view(self._tensor.shape), non_blocking=True)
 
 
 def flat_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -58,10 +68,3 @@ def flat_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return _flat(tensors[0])
     return torch.cat([_flat(tensor) for tensor in tensors])
-
-
-@contextmanager
-def flat_output(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors that are only written, each in its flat form."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(Flat(tensor, is_read=False)) for tensor in tensors]

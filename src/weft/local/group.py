@@ -18,12 +18,14 @@ from weft.local import arguments
 from weft.local.arithmetic import plan_fold, resolve_reduce_op
 from weft.local.calls import Op
 from weft.local.engine import Engine
-from weft.local.flat import Flat, flat_input, flat_output
+from weft.local.flat import flat_input
 from weft.local.mailbox import ANY_SOURCE
 from weft.local.sparse import all_reduce_sparse
+from weft.local.venue import Venue, flat_outputs
 from weft.local.work import Lane, LocalWork
 
 Tensors = list[torch.Tensor]
+_SIZES_DIFFER = 1 << 62  # ranks may bring tensors of different sizes: none may choose by its own
 
 
 class LocalGroup(dist.ProcessGroup):
@@ -119,8 +121,9 @@ class LocalGroup(dist.ProcessGroup):
 
         def task(secs: float) -> None:
             for tensor, fold in zip(tensors, folds, strict=True):
-                with Flat(tensor) as flat:
-                    self.engine.reductions(tensor.device).all_reduce(flat, fold, factor, secs)
+                venue = self._venue(tensor)
+                with venue.flat(tensor) as flat:
+                    venue.reductions.all_reduce(flat, fold, factor, secs)
 
         return task
 
@@ -133,8 +136,9 @@ class LocalGroup(dist.ProcessGroup):
         root = self._rank_of(options.rootRank, Op.REDUCE)
 
         def task(secs: float) -> None:
-            with Flat(tensor, is_written=root == self.engine.rank) as flat:
-                self.engine.reductions(tensor.device).reduce(flat, fold, factor, root, secs)
+            venue = self._venue(tensor)
+            with venue.flat(tensor, is_written=root == self.rank()) as flat:
+                venue.reductions.reduce(flat, fold, factor, root, secs)
 
         return self._submit(Op.REDUCE, tensors, options, task)
 
@@ -143,7 +147,7 @@ class LocalGroup(dist.ProcessGroup):
         out = arguments.only(outputs, Op.REDUCE_SCATTER)
         parts = arguments.only(inputs, Op.REDUCE_SCATTER)
         self._check_parts(parts, out.numel(), out.dtype, Op.REDUCE_SCATTER)
-        return self._reduce_scatter([out], [lambda: flat_input(parts)], opts)
+        return self._reduce_scatter([out], [parts], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor and keep this rank's part of it."""
@@ -155,20 +159,20 @@ class LocalGroup(dist.ProcessGroup):
         """Reduce several tensors and keep this rank's part of each."""
         for out, tensor in zip(outputs, inputs, strict=True):
             self._check_whole(whole=tensor, part=out, op=Op.REDUCE_SCATTER)
-        return self._reduce_scatter(outputs, [lambda t=t: flat_input([t]) for t in inputs], opts)
+        return self._reduce_scatter(outputs, [[tensor] for tensor in inputs], opts)
 
     def _reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Callable[[], torch.Tensor]], opts: Any
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> dist.Work:
         options = opts or dist.ReduceScatterOptions()
         name, factor = resolve_reduce_op(options.reduceOp)
         folds = [plan_fold(name, arguments.dense(t, Op.REDUCE_SCATTER).dtype, self.engine.size) for t in outputs]
 
         def task(secs: float) -> None:
-            for out, make_input, fold in zip(outputs, inputs, folds, strict=True):
-                with Flat(out, is_read=False) as flat:
-                    reductions = self.engine.reductions(out.device)
-                    reductions.reduce_scatter(flat, make_input(), fold, factor, secs)
+            for out, parts, fold in zip(outputs, inputs, folds, strict=True):
+                venue = self._venue(out)
+                with venue.flat(out, is_read=False) as flat:
+                    venue.reductions.reduce_scatter(flat, venue.inputs(parts), fold, factor, secs)
 
         return self._submit(Op.REDUCE_SCATTER, outputs, options, task)
 
@@ -181,8 +185,9 @@ class LocalGroup(dist.ProcessGroup):
         root = self._rank_of(options.rootRank, Op.BROADCAST)
 
         def task(secs: float) -> None:
-            with Flat(tensor, is_read=root == self.rank(), is_written=root != self.rank()) as flat:
-                self.engine.movements(tensor.device).broadcast(flat, root, secs)
+            venue, is_root = self._venue(tensor), root == self.rank()
+            with venue.flat(tensor, is_read=is_root, is_written=not is_root) as flat:
+                venue.movements.broadcast(flat, root, secs)
 
         return self._submit(Op.BROADCAST, tensors, options, task)
 
@@ -211,9 +216,10 @@ class LocalGroup(dist.ProcessGroup):
 
         def task(secs: float) -> None:
             for out, tensor in zip(outputs, inputs, strict=True):
-                with Flat(out, is_read=False) as flat:
+                venue = self._venue(tensor)
+                with venue.flat(out, is_read=False) as flat:
                     parts = flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
-                    self.engine.movements(out.device).all_gather(parts, flat_input([tensor]), secs)
+                    venue.movements.all_gather(parts, venue.inputs([tensor]), secs)
 
         return self._submit(Op.ALL_GATHER, outputs, opts or dist.AllgatherOptions(), task)
 
@@ -222,8 +228,9 @@ class LocalGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def task(secs: float) -> None:
             for outs, tensor in pairs:
-                with flat_output(outs) as flats:
-                    self.engine.movements(tensor.device).all_gather(flats, flat_input([tensor]), secs)
+                venue = self._venue(tensor)
+                with flat_outputs(venue, outs) as flats:
+                    venue.movements.all_gather(flats, venue.inputs([tensor]), secs)
 
         return self._submit(Op.ALL_GATHER, results, opts or dist.AllgatherOptions(), task)
 
@@ -238,11 +245,11 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(outs, tensor.numel(), tensor.dtype, Op.GATHER)
 
         def task(secs: float) -> None:
-            movements = self.engine.movements(tensor.device)
+            venue = self._venue(tensor)
             if outs is None:
-                return movements.gather(None, flat_input([tensor]), root, secs)
-            with flat_output(outs) as flats:
-                return movements.gather(flats, flat_input([tensor]), root, secs)
+                return venue.movements.gather(None, venue.inputs([tensor]), root, secs)
+            with flat_outputs(venue, outs) as flats:
+                return venue.movements.gather(flats, venue.inputs([tensor]), root, secs)
 
         return self._submit(Op.GATHER, outs or [], options, task)
 
@@ -257,9 +264,10 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(parts, out.numel(), out.dtype, Op.SCATTER)
 
         def task(secs: float) -> None:
-            with Flat(out, is_read=False) as flat:
-                tensor = None if parts is None else flat_input(parts)
-                self.engine.movements(out.device).scatter(flat, tensor, root, secs)
+            venue = self._venue(out)
+            with venue.flat(out, is_read=False) as flat:
+                tensor = None if parts is None else venue.inputs(parts)
+                venue.movements.scatter(flat, tensor, root, secs)
 
         return self._submit(Op.SCATTER, outputs, options, task)
 
@@ -269,10 +277,10 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(tensors, None, inputs[0].dtype, Op.ALL_TO_ALL)
 
         def task(secs: float) -> None:
-            with flat_output(outputs) as flats:
-                movements = self.engine.movements(inputs[0].device)
+            venue = self.engine.venue(inputs[0].device, _SIZES_DIFFER)
+            with flat_outputs(venue, outputs) as flats:
                 splits = [tensor.numel() for tensor in inputs]
-                movements.all_to_all(flats, flat_input(inputs), splits, secs)
+                venue.movements.all_to_all(flats, venue.inputs(inputs), splits, secs)
 
         return self._submit(Op.ALL_TO_ALL, outputs, opts or dist.AllToAllOptions(), task)
 
@@ -289,9 +297,10 @@ class LocalGroup(dist.ProcessGroup):
         in_numels = arguments.split_numels(input, input_splits, self.engine.size, "input")
 
         def task(secs: float) -> None:
-            with Flat(output, is_read=False) as flat:
-                movements = self.engine.movements(output.device)
-                movements.all_to_all(flat.split(out_numels), flat_input([input]), in_numels, secs)
+            venue = self.engine.venue(output.device, _SIZES_DIFFER)
+            with venue.flat(output, is_read=False) as flat:
+                outs = flat.split(out_numels)
+                venue.movements.all_to_all(outs, venue.inputs([input]), in_numels, secs)
 
         return self._submit(Op.ALL_TO_ALL, [output], opts or dist.AllToAllOptions(), task)
 
@@ -322,7 +331,8 @@ class LocalGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every rank."""
         options = opts or dist.BarrierOptions()
-        return self._submit(Op.BARRIER, [], options, self.engine.movements(torch.device("cpu")).barrier)
+        venue = self.engine.venue(torch.device("cpu"), 0)
+        return self._submit(Op.BARRIER, [], options, venue.movements.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come. All of them, always."""
@@ -344,6 +354,10 @@ class LocalGroup(dist.ProcessGroup):
         work = self.engine.work_for(arguments.words(op), results)
         self._lane.submit(work, lambda: work.run(task, secs), is_async=is_async)
         return work
+
+    def _venue(self, part: torch.Tensor) -> Venue:
+        """The venue of a collective in which each rank has a part of this size."""
+        return self.engine.venue(part.device, part.numel() * part.element_size())
 
     def _rank_of(self, rank: int, op: Op) -> int:
         return arguments.check_rank(rank, self.engine.size, op)

@@ -21,10 +21,11 @@ from weft.errors import DesyncError, InternalError, PeerError, StateError
 from weft.local.arithmetic import REDUCE_NAME
 from weft.local.board import Board, Place, PlaceKind, RankState, Signature
 from weft.local.calls import Op, describe, dtype_number
-from weft.local.memory import Memory
+from weft.local.memory import Memory, Share
 from weft.local.roster import Roster
 from weft.local.waiting import Waiter
 from weft.local.windows import Window
+
 
 _NOWHERE = Place(PlaceKind.NOWHERE)
 
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     factor: float = 1.0
     may_inline: bool = True  # sizes agree, so all ranks inline or none does
     is_written: bool = False  # peers write into this rank's window
+    own: Share = (0, 0)  # elements that no peer reads or writes
 
 
 class Meeting:
@@ -72,7 +74,7 @@ class Meeting:
         """Expose this rank's flat tensor, wait for everyone, and open their windows."""
         self.check_open()
         number, slot = self._number, self._number & 1
-        dtype = 0 if call.dtype is None else dtype_number(call.dtype)
+        dtype = 0 if call.dtype is None else dtype_number(call.dtype, memory.device_number)
         signature = Signature(call.op, call.reduce_number, dtype, call.root, call.numel, number)
         round_ = Round(self, call, memory, tensor, signature, slot, time.monotonic() + timeout_secs)
         packed = signature.pack()
@@ -80,11 +82,13 @@ class Meeting:
         try:
             place = _NOWHERE
             if tensor is not None:
-                place = memory.expose(tensor, slot, call.factor, may_inline=call.may_inline)
+                place = memory.expose(tensor, slot, call.own, may_inline=call.may_inline)
+            if call.factor != 1.0:
+                place = place._replace(factor=call.factor)
             board.post(slot, packed, place)
             # Counted only now: a call that could not even be posted changed nothing.
             self._number += 1
-            memory.announce()
+            memory.finish_writes()
             self.waiter.wait_for_all(board.advance(), round_.words, round_.deadline)
         except PeerError:
             raise
@@ -94,7 +98,6 @@ class Meeting:
         for peer in self.roster.others:
             if not board.same_call(peer, slot, packed):
                 raise DesyncError(self._differences(slot), self._odd_ones(slot))
-        memory.follow()
         return round_
 
     def _differences(self, slot: int) -> str:
@@ -165,12 +168,6 @@ class Round:
         """The peer's tensor, of `numel` elements."""
         return self._memory.window(peer, self.place(peer), dtype, numel, self._slot)
 
-    def own(self) -> torch.Tensor:
-        """This rank's tensor where its peers see it."""
-        if self.tensor is None:
-            raise InternalError(f"{self.words()}: this rank exposed no tensor")
-        return self.tensor if self.is_inline else self._memory.exposed(self.tensor)
-
     def windows(self, numel: int) -> list[Window | None]:
         """Every rank's window by rank, and None for this rank."""
         dtype = self.call.dtype
@@ -197,9 +194,8 @@ class Round:
             return
         if self.is_inline:
             return  # the peers read our inline buffer, which we don't touch before the next meeting
-        self._memory.announce()
+        self._memory.finish_writes()
         meeting = self._meeting
         meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self.deadline)
-        self._memory.follow()
         if self.call.is_written and self.tensor is not None:
-            self._memory.settle(self.tensor)
+            self._memory.settle(self.tensor, self.call.own)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind, as_bytes
+from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind
 from weft.local.kernel import RemoteMemory
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
@@ -27,27 +27,28 @@ from weft.local.windows import RemoteWindow, TensorWindow, Window, copy_in_piece
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
 PIECE_BYTES = 256 * 1024
 _INLINE = Place(PlaceKind.INLINE)
+Share = tuple[int, int]  # elements lo..hi
 
 
 class Memory(Protocol):
     """Where tensors of one device lie, for the length of one collective."""
 
     piece_bytes: int
+    device_number: int  # of the kind of device, for signatures
 
     def is_inline(self, numel: int, dtype: torch.dtype | None) -> bool:
         """Whether a tensor of this size goes into the inline buffers."""
         ...
 
-    def expose(self, tensor: torch.Tensor, slot: int, factor: float, *, may_inline: bool) -> Place:
-        """Make a flat tensor readable to the peers; the answer tells them where it is."""
+    def expose(self, tensor: torch.Tensor, slot: int, own: Share, *, may_inline: bool) -> Place:
+        """Make a flat tensor readable to the peers; the answer tells them where it is.
+
+        No peer reads or writes the elements of `own`, so these need not be exposed.
+        """
         ...
 
-    def exposed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory that peers see: `tensor` itself, or the copy that was exposed."""
-        ...
-
-    def settle(self, tensor: torch.Tensor) -> None:
-        """Bring the exposed copy, if there is one, back into `tensor`."""
+    def settle(self, tensor: torch.Tensor, own: Share) -> None:
+        """Bring what peers wrote into an exposed copy, if there is one, back into `tensor`."""
         ...
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
@@ -55,15 +56,11 @@ class Memory(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Bytes that peers read where they lie."""
+        """Zeroed bytes that peers read where they lie."""
         ...
 
-    def announce(self) -> None:
-        """Before this rank tells the others that its part is done: order it for them."""
-        ...
-
-    def follow(self) -> None:
-        """After every rank said that its part is done: order our next work behind it."""
+    def finish_writes(self) -> None:
+        """Make sure that what this rank wrote is there, before it tells the others so."""
         ...
 
 
@@ -71,6 +68,7 @@ class CpuMemory:
     """The memory of CPU tensors. Used by one collective at a time."""
 
     piece_bytes = PIECE_BYTES
+    device_number = 0
 
     def __init__(self, board: Board, roster: Roster, *, is_direct: bool) -> None:
         self._board = board
@@ -93,24 +91,24 @@ class CpuMemory:
         """Whether a tensor of this size goes into the inline buffers."""
         return dtype is None or numel * dtype.itemsize <= INLINE_BYTES
 
-    def expose(self, tensor: torch.Tensor, slot: int, factor: float, *, may_inline: bool) -> Place:
+    def expose(self, tensor: torch.Tensor, slot: int, own: Share, *, may_inline: bool) -> Place:
         """Make a flat tensor readable to the peers; the answer tells them where it is."""
         num_bytes = tensor.numel() * tensor.element_size()
         self._is_staged = False
         if may_inline and num_bytes <= INLINE_BYTES:
             self._board.inline(self._board.rank, slot, tensor.dtype)[: tensor.numel()].copy_(tensor)
-            return _INLINE if factor == 1.0 else _INLINE._replace(factor=factor)
+            return _INLINE
         address = tensor.data_ptr()
         base = tensor.untyped_storage().data_ptr()
         name = self._allocated.get(base)
         if name is not None:
-            return _segment_place(name, address - base, factor)
+            return segment_place(name, address - base)
         if self._is_direct:
-            return Place(PlaceKind.ADDRESS, start=address, factor=factor)
+            return Place(PlaceKind.ADDRESS, start=address)
         staging = self._staging_of(num_bytes)
-        _copy_bytes(staging.tensor[:num_bytes], as_bytes(tensor))
+        copy_around(staging.tensor[:num_bytes].view(tensor.dtype), tensor, own)
         self._is_staged = True
-        return _segment_place(staging.name, 0, factor)
+        return segment_place(staging.name, 0)
 
     def _staging_of(self, num_bytes: int) -> Segment:
         if self._staging is None or self._staging.name.num_bytes < num_bytes:
@@ -118,17 +116,11 @@ class CpuMemory:
             self._staging = own_segment(num_bytes)
         return self._staging
 
-    def exposed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The staged copy of the tensor, or the tensor itself."""
-        if not self._is_staged or self._staging is None:
-            return tensor
-        num_bytes = tensor.numel() * tensor.element_size()
-        return self._staging.tensor[:num_bytes].view(tensor.dtype)
-
-    def settle(self, tensor: torch.Tensor) -> None:
+    def settle(self, tensor: torch.Tensor, own: Share) -> None:
         """Copy the staged bytes back, if the tensor was staged."""
-        if self._is_staged:
-            _copy_bytes(as_bytes(tensor), as_bytes(self.exposed(tensor)))
+        if self._is_staged and self._staging is not None:
+            num_bytes = tensor.numel() * tensor.element_size()
+            copy_around(tensor, self._staging.tensor[:num_bytes].view(tensor.dtype), own)
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
@@ -145,11 +137,8 @@ class CpuMemory:
             return RemoteWindow(self._remote[peer], place.start, dtype.itemsize)
         return TensorWindow(shared[:num_bytes].view(dtype), PIECE_BYTES)
 
-    def announce(self) -> None:
-        """Nothing to order: a store is seen before the phase that follows it."""
-
-    def follow(self) -> None:
-        """Nothing to order."""
+    def finish_writes(self) -> None:
+        """Nothing to do: a store is seen before the phase that follows it."""
 
 
 def tensor_at(address: int, num_bytes: int) -> torch.Tensor:
@@ -159,9 +148,14 @@ def tensor_at(address: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
 
 
-def _segment_place(name: SegmentName, start: int, factor: float) -> Place:
-    return Place(PlaceKind.SEGMENT, name.fd, name.segment_id, name.num_bytes, start, factor)
+def segment_place(name: SegmentName, start: int) -> Place:
+    """The place of a tensor in a segment."""
+    return Place(PlaceKind.SEGMENT, name.fd, name.segment_id, name.num_bytes, start)
 
 
-def _copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
-    copy_in_pieces(out, source, PIECE_BYTES)
+def copy_around(out: torch.Tensor, source: torch.Tensor, own: Share) -> None:
+    """Copy a flat tensor but for the elements of `own`."""
+    piece_numel = PIECE_BYTES // source.itemsize
+    for lo, hi in ((0, own[0]), (own[1], source.numel())):
+        if lo < hi:
+            copy_in_pieces(out[lo:hi], source[lo:hi], piece_numel)

@@ -15,13 +15,13 @@ import torch
 from weft.local.arithmetic import REDUCE_NUMBER, Fold
 from weft.local.calls import Op
 from weft.local.meeting import Call, Meeting, Round
-from weft.local.memory import Memory
+from weft.local.memory import Memory, Share
 from weft.local.windows import Window
 
 _ALIGN_NUMEL = 64  # shares begin at cache lines, for every dtype
 
 
-def plan_share(numel: int, size: int, rank: int) -> tuple[int, int]:
+def plan_share(numel: int, size: int, rank: int) -> Share:
     """Which elements of a tensor a rank reduces: equal shares, the last one shorter."""
     share = -(-numel // size)
     share = -(-share // _ALIGN_NUMEL) * _ALIGN_NUMEL
@@ -46,16 +46,15 @@ class Reductions:
         """Fold every rank's flat tensor into every rank's."""
         if self._meeting.size == 1:
             return self._reduce_alone(tensor, fold, factor)
-        call = _reduce_call(Op.ALL_REDUCE, tensor, fold, factor, is_written=True)
+        own = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
+        call = _reduce_call(Op.ALL_REDUCE, tensor, fold, factor, own, is_written=True)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
             folding = _Folding(self, round_, fold, tensor.numel())
-            own = round_.own()
             if round_.is_inline:
-                own.copy_(folding.piece(0, tensor.numel(), own))
+                tensor.copy_(folding.piece(0, tensor.numel(), tensor))
                 return None
-            lo, hi = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
-            for start, end in plan_pieces(lo, hi, self._piece_numel(tensor)):
-                here = own[start:end]
+            for start, end in plan_pieces(*own, self._piece_numel(tensor)):
+                here = tensor[start:end]
                 folding.piece_into(start, end, here, here)
                 for window in folding.peers:
                     window.write(start, here)
@@ -68,17 +67,16 @@ class Reductions:
         if self._meeting.size == 1:
             return self._reduce_alone(tensor, fold, factor)
         is_root = self._meeting.rank == root
-        call = _reduce_call(Op.REDUCE, tensor, fold, factor, is_written=is_root, root=root)
+        own = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
+        call = _reduce_call(Op.REDUCE, tensor, fold, factor, own, is_written=is_root, root=root)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
             folding = _Folding(self, round_, fold, tensor.numel())
-            own = round_.own()
             if round_.is_inline:
                 if is_root:
-                    own.copy_(folding.piece(0, tensor.numel(), own))
+                    tensor.copy_(folding.piece(0, tensor.numel(), tensor))
                 return None
-            lo, hi = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
-            for start, end in plan_pieces(lo, hi, self._piece_numel(tensor)):
-                here = own[start:end]
+            for start, end in plan_pieces(*own, self._piece_numel(tensor)):
+                here = tensor[start:end]
                 if is_root:
                     folding.piece_into(start, end, here, here)
                 else:
@@ -95,7 +93,8 @@ class Reductions:
         if self._meeting.size == 1:
             out.copy_(tensor)
             return self._reduce_alone(out, fold, factor)
-        call = _reduce_call(Op.REDUCE_SCATTER, tensor, fold, factor)
+        own = (start_of_part, start_of_part + numel)
+        call = _reduce_call(Op.REDUCE_SCATTER, tensor, fold, factor, own)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
             folding = _Folding(self, round_, fold, tensor.numel())
             for start, end in plan_pieces(0, numel, self._piece_numel(tensor)):
@@ -159,7 +158,14 @@ class _Folding:
 
 
 def _reduce_call(
-    op: Op, tensor: torch.Tensor, fold: Fold, factor: float, *, is_written: bool = False, root: int = -1
+    op: Op,
+    tensor: torch.Tensor,
+    fold: Fold,
+    factor: float,
+    own: Share,
+    *,
+    is_written: bool = False,
+    root: int = -1,
 ) -> Call:
     return Call(
         op,
@@ -169,4 +175,5 @@ def _reduce_call(
         root=root,
         factor=factor,
         is_written=is_written,
+        own=own,
     )

@@ -57,7 +57,11 @@ class LocalWork(dist.Work):
             self._block(timeout)
         if self._error is not None:
             raise self._error
+        self.synchronize()
         return True
+
+    def synchronize(self) -> None:
+        """Order what the caller does next behind the result: nothing to do on the CPU."""
 
     def _block(self, timeout: timedelta | None) -> None:
         with self._mutex:
@@ -91,11 +95,14 @@ class LocalWork(dist.Work):
         with self._mutex:
             if self._future is not None:
                 return self._future
-            self._future = future = Future[list[torch.Tensor]]()
+            self._future = future = self._new_future()
             is_done = self._is_done
         if is_done:
             self._complete(future)
         return future
+
+    def _new_future(self) -> Future[list[torch.Tensor]]:
+        return Future()
 
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
         if self._error is None:

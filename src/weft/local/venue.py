@@ -1,0 +1,115 @@
+"""Where a collective takes place: on its tensors' own device, or, for small CUDA tensors, on the host.
+
+Ranks that share a GPU take turns on it, and a turn costs a tenth of a millisecond and
+more. A copy to the host needs no turn. So small CUDA tensors are copied into pinned
+shared memory, reduced or moved there as CPU tensors are, and copied back.
+
+A venue also gives tensors of any stride the flat form that collectives work on
+(flat.py). Every rank must choose the same venue: the choice rests on a size that
+ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+
+from weft.local import cuda_driver
+from weft.local.flat import Flat, flat_input
+from weft.local.memory import CpuMemory
+from weft.local.move import Movements
+from weft.local.reduce import Reductions
+
+# Above it the GPU's bandwidth pays for the turns.
+HOST_BYTES = 2 * 1024 * 1024
+
+
+class Venue(Protocol):
+    """One collective's place."""
+
+    reductions: Reductions
+    movements: Movements
+
+    def flat(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> Flat:
+        """The tensor in its flat form, while a `with` lasts."""
+        ...
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors that are only read, behind each other in one flat tensor."""
+        ...
+
+
+class DeviceVenue:
+    """The tensors' own device."""
+
+    def __init__(self, reductions: Reductions, movements: Movements) -> None:
+        self.reductions = reductions
+        self.movements = movements
+
+    def flat(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> Flat:
+        """The tensor's own memory where it is flat."""
+        return Flat(tensor, is_read=is_read, is_written=is_written)
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor's own memory where it is one flat tensor."""
+        return flat_input(tensors)
+
+
+class PinnedBuffers:
+    """Pinned shared memory of one group and device, used again by each collective."""
+
+    def __init__(self, cpu: CpuMemory, stream: torch.cuda.Stream) -> None:
+        self._cpu = cpu
+        self.stream = stream
+        self._buffers: list[torch.Tensor] = []
+
+    def get(self, index: int, num_bytes: int) -> torch.Tensor:
+        """The index-th buffer of a collective."""
+        if index == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[index].numel() < num_bytes:
+            self._buffers[index] = self._cpu.allocate(max(num_bytes, 64 * 1024))
+            cuda_driver.pin(self._buffers[index])
+        return self._buffers[index][:num_bytes]
+
+
+class HostVenue:
+    """The host, for small CUDA tensors. Made anew for each collective."""
+
+    def __init__(self, reductions: Reductions, movements: Movements, buffers: PinnedBuffers) -> None:
+        self.reductions = reductions
+        self.movements = movements
+        self._buffers = buffers
+        self._num_used = 0
+        # Ends the copies of the collective before, which used the same buffers.
+        buffers.stream.synchronize()
+
+    def flat(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> Flat:
+        """The tensor in a pinned buffer."""
+        buffer = self._buffer(tensor.numel(), tensor.dtype)
+        return Flat(tensor, is_read=is_read, is_written=is_written, buffer=buffer)
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensors in a pinned buffer."""
+        numel = sum(tensor.numel() for tensor in tensors)
+        buffer = self._buffer(numel, tensors[0].dtype)
+        start = 0
+        for tensor in tensors:
+            buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+            start += tensor.numel()
+        self._buffers.stream.synchronize()
+        return buffer
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._num_used += 1
+        return self._buffers.get(self._num_used - 1, numel * dtype.itemsize).view(dtype)
+
+
+@contextmanager
+def flat_outputs(venue: Venue, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that are only written, each in its flat form."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(venue.flat(tensor, is_read=False)) for tensor in tensors]

@@ -1,0 +1,118 @@
+"""The local group on CUDA: several ranks on one GPU, as processes and as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = (0, 1, 1000, 262_144, 262_145, 3_000_001)  # around the inline limit of 1 MiB, and far beyond
+
+
+def _rank_tensor(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + numel % 997)
+    return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
+
+
+def _all(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [_rank_tensor(rank, numel, dtype) for rank in range(dist.get_world_size())]
+
+
+def _mine(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return _rank_tensor(dist.get_rank(), numel, dtype).cuda()
+
+
+def check_reductions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for numel in SIZES:
+            total = torch.stack(_all(numel, dtype)).sum(0).to(dtype) if numel else torch.empty(0, dtype=dtype)
+            tensor = _mine(numel, dtype)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor.cpu(), total), (dtype, numel)
+            tensor = _mine(numel, dtype)
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+            assert torch.equal(tensor.cpu(), total)
+            tensor = _mine(numel, dtype)
+            dist.reduce(tensor, size - 1)
+            expected = total if rank == size - 1 else _rank_tensor(rank, numel, dtype)
+            assert torch.equal(tensor.cpu(), expected)
+            whole = _mine(numel * size, dtype)
+            part = torch.empty(numel, dtype=dtype, device="cuda")
+            weft.comm.reduce_scatter_tensor(part, whole).wait()
+            if numel:
+                sums = torch.stack(_all(numel * size, dtype)).sum(0).to(dtype)
+                assert torch.equal(part.cpu(), sums[rank * numel : (rank + 1) * numel])
+
+
+def check_movements() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel in SIZES:
+        out = torch.empty(numel * size, device="cuda")
+        weft.comm.all_gather_into_tensor(out, _mine(numel)).wait()
+        assert torch.equal(out.cpu(), torch.cat(_all(numel)))
+        tensor = _mine(numel)
+        dist.broadcast(tensor, size - 1)
+        assert torch.equal(tensor.cpu(), _rank_tensor(size - 1, numel))
+        outs = [torch.empty(numel, device="cuda") for _ in range(size)] if rank == 0 else None
+        dist.gather(_mine(numel), outs, 0)
+        if outs is not None:
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(outs, _all(numel), strict=True))
+        given = [torch.full((numel,), float(rank * 10 + peer), device="cuda") for peer in range(size)]
+        got = [torch.empty(numel, device="cuda") for _ in range(size)]
+        dist.all_to_all(got, given)
+        for peer, tensor in enumerate(got):
+            assert torch.equal(tensor.cpu(), torch.full((numel,), float(peer * 10 + rank)))
+        if rank == 0:
+            dist.send(_mine(numel), 1)
+        if rank == 1:
+            tensor = torch.empty(numel, device="cuda")
+            dist.recv(tensor, 0)
+            assert torch.equal(tensor.cpu(), _rank_tensor(0, numel))
+
+
+def check_allocated() -> None:
+    group = dist.group.WORLD
+    for numel in (1000, 3_000_001):
+        for _ in range(3):
+            tensor = group.allocate(numel, device="cuda")
+            assert not tensor.any()
+            tensor.copy_(_mine(numel))
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor.cpu(), torch.stack(_all(numel)).sum(0))
+            view = tensor[100:900]
+            view.fill_(1.0)
+            dist.all_reduce(view)
+            assert (view == dist.get_world_size()).all()
+            del tensor, view
+
+
+def check_streams() -> None:
+    """A collective sees what the caller's stream wrote before it, and later work sees its result."""
+    side = torch.cuda.Stream()
+    for numel in (10_000, 2_000_000):
+        for turn in range(20):
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(2_000_000)  # the GPU is busy: an unordered collective would read stale numbers
+                tensor = torch.full((numel,), float(turn), device="cuda")
+                handle = weft.comm.all_reduce(tensor)
+                handle.wait()
+                doubled = tensor * 2
+            side.synchronize()
+            assert (doubled == 2.0 * turn * dist.get_world_size()).all()
+
+
+CHECKS = [check_reductions, check_movements, check_allocated, check_streams]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("kind", "ranks"), [("process", 2), ("process", 4), ("thread", 3)])
+def test_on_one_gpu(check: Callable[[], None], kind: str, ranks: int) -> None:
+    weft.launch(check, ranks=ranks, kind=kind, backend="cpu:weft,cuda:weft", timeout=120)
