@@ -40,7 +40,7 @@ _MAILBOX_BELL_AT = 960  # its own cache line: the mailbox rings it
 _STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")
 # op, reduce op, dtype, root; element count; call number
 _SIGNATURE = struct.Struct("<HHHhqQ")
-_PLACE = struct.Struct("<iiqqqd")
+_PLACE = struct.Struct("<iiqqqdq")
 
 
 class RankState(IntEnum):
@@ -77,7 +77,7 @@ class Signature(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank's tensor lies, and the factor it is to be multiplied by."""
+    """Where a rank's tensor lies, on which GPU, and the factor it is to be multiplied by."""
 
     kind: int  # a PlaceKind
     fd: int = 0
@@ -85,6 +85,7 @@ class Place(NamedTuple):
     num_bytes: int = 0  # of the segment
     start: int = 0  # offset in the segment, or the address
     factor: float = 1.0
+    gpu: int = 0  # a number of the rank's GPU that is the same in every process
 
     def segment(self, pid: int) -> SegmentName:
         """The segment's name, for a Place of kind SEGMENT."""

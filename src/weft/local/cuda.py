@@ -15,6 +15,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch.futures import Future
@@ -22,7 +23,7 @@ from torch.futures import Future
 from weft.local import cuda_driver
 from weft.local.board import Place
 from weft.local.cuda_driver import HANDLE_BYTES, DeviceBuffer
-from weft.local.memory import Share, segment_place
+from weft.local.memory import Share, plan_share, segment_place
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, own_segment
 from weft.local.windows import TensorWindow, Window
@@ -55,7 +56,10 @@ class CudaMemory:
         self._roster = roster
         self._device = device
         self._mapped = MappedSegments()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # for collectives that overlap with the caller's
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self.gpu = int.from_bytes(sha256(uuid.encode()).digest()[:7], "little")
+        self._is_shared_gpu = False
         self._opened: dict[tuple[int, int], torch.Tensor] = {}
         self._allocated: dict[int, _Slip] = {}  # by address
         # Peers keep a buffer open once they have used it, so a dropped one is used again
@@ -147,7 +151,21 @@ class CudaMemory:
 
     def finish_writes(self) -> None:
         """Wait for the stream: what it still writes, peers could read too early."""
-        self.stream.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def plan_share(self, numel: int, size: int, rank: int) -> Share:
+        """Which elements this rank reduces: an equal share, but all are rank 0's on a shared GPU.
+
+        Ranks take turns on a GPU that they share, so shares would be computed one after
+        another, and each turn costs more than a tenth of a millisecond.
+        """
+        if self._is_shared_gpu:
+            return (0, numel) if rank == 0 else (0, 0)
+        return plan_share(numel, size, rank)
+
+    def learn_gpus(self, gpus: Sequence[int]) -> None:
+        """Hear which GPU each rank uses."""
+        self._is_shared_gpu = len(set(gpus)) == 1
 
 
 class _FarWindow:
@@ -170,32 +188,47 @@ class _FarWindow:
 
 
 class CudaWork(LocalWork):
-    """A collective on CUDA tensors, ordered with the caller's stream."""
+    """A collective on CUDA tensors, ordered with the caller's stream.
+
+    One that runs at once on the caller's thread uses the caller's stream. One that
+    waits in the lane uses the group's, behind what the caller had queued.
+    """
 
     def __init__(self, words: str, results: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         super().__init__(words, results)
         self._stream = stream
-        self._ready = torch.cuda.current_stream(stream.device).record_event()
-        self._finished = torch.cuda.Event()
+        self._ready: torch.cuda.Event | None = None
+        self._finished: torch.cuda.Event | None = None
         self._task: Callable[[float], None] | None = None
 
+    def before_queue(self) -> None:
+        """Mark the place in the caller's stream."""
+        self._ready = torch.cuda.current_stream(self._stream.device).record_event()
+
     def run(self, task: Callable[[float], None], timeout_secs: float) -> None:
-        """Queue the collective on the group's stream, behind what the caller had queued."""
+        """Queue the collective on the caller's stream, or on the group's."""
+        if self._ready is None:
+            return task(timeout_secs)
         # Held until waited for: the inputs must outlive the stream's use of them.
         self._task = task
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
             task(timeout_secs)
-            self._finished.record(self._stream)
+            self._finished = self._stream.record_event()
+        return None
 
     def synchronize(self) -> None:
         """Order the current stream behind the collective."""
-        torch.cuda.current_stream(self._stream.device).wait_event(self._finished)
-        self._task = None
+        if self._finished is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._finished)
+            self._task = None
 
     def _new_future(self) -> Future[list[torch.Tensor]]:
         return Future(devices=[self._stream.device])
 
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):  # whose work the future's callbacks must follow
+        if self._finished is None:
             super()._complete(future)
+        else:
+            with torch.cuda.stream(self._stream):  # whose work the future's callbacks must follow
+                super()._complete(future)

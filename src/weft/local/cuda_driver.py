@@ -74,7 +74,7 @@ def new_buffer(num_bytes: int, device: torch.device) -> DeviceBuffer:
     address = ctypes.c_uint64()
     handle = _IpcHandle()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context this thread's
+        torch.cuda.synchronize()  # makes the device's context this thread's
         _check(
             _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)),
             f"{num_bytes:,} bytes on {device}",
@@ -99,7 +99,7 @@ def open_device_memory(handle: bytes, num_bytes: int, device: torch.device) -> t
     address = ctypes.c_uint64()
     raw = _IpcHandle.from_buffer_copy(handle)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()
+        torch.cuda.synchronize()
         _check(
             _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, ctypes.c_uint(_LAZY_PEER_ACCESS)),
             "opening another rank's memory (ranks on GPUs without peer access can't; use nccl)",
@@ -122,6 +122,7 @@ def pin(tensor: torch.Tensor) -> None:
     _check(code, "pinning shared memory")
 
 
-def unpin(address: int) -> None:
-    """Undo `pin`, before the memory is unmapped."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+def unpin(tensors: Sequence[torch.Tensor]) -> None:
+    """Undo `pin`. To be called before the memory is unmapped."""
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

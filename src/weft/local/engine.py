@@ -66,7 +66,7 @@ class Engine:
             venue = DeviceVenue(
                 Reductions(self._meeting, memory), Movements(self._meeting, memory, self._cpu)
             )
-            self._gpus[device] = _Gpu(memory, venue, PinnedBuffers(self._cpu, memory.stream))
+            self._gpus[device] = _Gpu(memory, venue, PinnedBuffers(self._cpu, device))
         return self._gpus[device]
 
     def venue(self, device: torch.device, agreed_bytes: int) -> Venue:

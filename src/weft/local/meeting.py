@@ -83,8 +83,8 @@ class Meeting:
             place = _NOWHERE
             if tensor is not None:
                 place = memory.expose(tensor, slot, call.own, may_inline=call.may_inline)
-            if call.factor != 1.0:
-                place = place._replace(factor=call.factor)
+            if call.factor != 1.0 or memory.gpu:
+                place = place._replace(factor=call.factor, gpu=memory.gpu)
             board.post(slot, packed, place)
             # Counted only now: a call that could not even be posted changed nothing.
             self._number += 1
@@ -98,6 +98,8 @@ class Meeting:
         for peer in self.roster.others:
             if not board.same_call(peer, slot, packed):
                 raise DesyncError(self._differences(slot), self._odd_ones(slot))
+        if memory.gpu:
+            memory.learn_gpus([board.place(peer, slot).gpu for peer in range(self.size)])
         return round_
 
     def _differences(self, slot: int) -> str:

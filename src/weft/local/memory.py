@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ from weft.local.windows import RemoteWindow, TensorWindow, Window, copy_in_piece
 
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
 PIECE_BYTES = 256 * 1024
+_ALIGN_NUMEL = 64  # shares begin at cache lines, for every dtype
 _INLINE = Place(PlaceKind.INLINE)
 Share = tuple[int, int]  # elements lo..hi
 
@@ -35,6 +37,7 @@ class Memory(Protocol):
 
     piece_bytes: int
     device_number: int  # of the kind of device, for signatures
+    gpu: int  # a number of the GPU that is the same in every process; 0 on the CPU
 
     def is_inline(self, numel: int, dtype: torch.dtype | None) -> bool:
         """Whether a tensor of this size goes into the inline buffers."""
@@ -59,6 +62,14 @@ class Memory(Protocol):
         """Zeroed bytes that peers read where they lie."""
         ...
 
+    def plan_share(self, numel: int, size: int, rank: int) -> Share:
+        """Which elements a rank reduces for all. Shares don't overlap and leave none out."""
+        ...
+
+    def learn_gpus(self, gpus: Sequence[int]) -> None:
+        """Hear which GPU each rank uses. Called after every meeting on GPUs, on every rank."""
+        ...
+
     def finish_writes(self) -> None:
         """Make sure that what this rank wrote is there, before it tells the others so."""
         ...
@@ -69,6 +80,7 @@ class CpuMemory:
 
     piece_bytes = PIECE_BYTES
     device_number = 0
+    gpu = 0
 
     def __init__(self, board: Board, roster: Roster, *, is_direct: bool) -> None:
         self._board = board
@@ -137,8 +149,22 @@ class CpuMemory:
             return RemoteWindow(self._remote[peer], place.start, dtype.itemsize)
         return TensorWindow(shared[:num_bytes].view(dtype), PIECE_BYTES)
 
+    def plan_share(self, numel: int, size: int, rank: int) -> Share:
+        """An equal share for each rank."""
+        return plan_share(numel, size, rank)
+
+    def learn_gpus(self, gpus: Sequence[int]) -> None:
+        """Of no use here."""
+
     def finish_writes(self) -> None:
         """Nothing to do: a store is seen before the phase that follows it."""
+
+
+def plan_share(numel: int, size: int, rank: int) -> Share:
+    """Which elements of a tensor a rank reduces: equal shares, the last one shorter."""
+    share = -(-numel // size)
+    share = -(-share // _ALIGN_NUMEL) * _ALIGN_NUMEL
+    return min(numel, rank * share), min(numel, (rank + 1) * share)
 
 
 def tensor_at(address: int, num_bytes: int) -> torch.Tensor:

@@ -18,15 +18,6 @@ from weft.local.meeting import Call, Meeting, Round
 from weft.local.memory import Memory, Share
 from weft.local.windows import Window
 
-_ALIGN_NUMEL = 64  # shares begin at cache lines, for every dtype
-
-
-def plan_share(numel: int, size: int, rank: int) -> Share:
-    """Which elements of a tensor a rank reduces: equal shares, the last one shorter."""
-    share = -(-numel // size)
-    share = -(-share // _ALIGN_NUMEL) * _ALIGN_NUMEL
-    return min(numel, rank * share), min(numel, (rank + 1) * share)
-
 
 def plan_pieces(lo: int, hi: int, piece_numel: int) -> Iterator[tuple[int, int]]:
     """Cut lo..hi into pieces of at most `piece_numel` elements."""
@@ -46,7 +37,7 @@ class Reductions:
         """Fold every rank's flat tensor into every rank's."""
         if self._meeting.size == 1:
             return self._reduce_alone(tensor, fold, factor)
-        own = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
+        own = self._memory.plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
         call = _reduce_call(Op.ALL_REDUCE, tensor, fold, factor, own, is_written=True)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
             folding = _Folding(self, round_, fold, tensor.numel())
@@ -67,7 +58,7 @@ class Reductions:
         if self._meeting.size == 1:
             return self._reduce_alone(tensor, fold, factor)
         is_root = self._meeting.rank == root
-        own = plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
+        own = self._memory.plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
         call = _reduce_call(Op.REDUCE, tensor, fold, factor, own, is_written=is_root, root=root)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
             folding = _Folding(self, round_, fold, tensor.numel())

@@ -11,6 +11,7 @@ ranks agree on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -25,6 +26,7 @@ from weft.local.reduce import Reductions
 
 # Above it the GPU's bandwidth pays for the turns.
 HOST_BYTES = 2 * 1024 * 1024
+_LEAST_PINNED_BYTES = 256 * 1024
 
 
 class Venue(Protocol):
@@ -61,19 +63,32 @@ class DeviceVenue:
 class PinnedBuffers:
     """Pinned shared memory of one group and device, used again by each collective."""
 
-    def __init__(self, cpu: CpuMemory, stream: torch.cuda.Stream) -> None:
+    def __init__(self, cpu: CpuMemory, device: torch.device) -> None:
         self._cpu = cpu
-        self.stream = stream
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # that copied last
         self._buffers: list[torch.Tensor] = []
+        weakref.finalize(self, cuda_driver.unpin, self._buffers).atexit = False
+
+    def begin(self) -> None:
+        """Wait for the copies of the collective before, which used the same buffers."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._stream = torch.cuda.current_stream(self._device)
 
     def get(self, index: int, num_bytes: int) -> torch.Tensor:
         """The index-th buffer of a collective."""
         if index == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[index].numel() < num_bytes:
-            self._buffers[index] = self._cpu.allocate(max(num_bytes, 64 * 1024))
-            cuda_driver.pin(self._buffers[index])
+            self._buffers.append(self._new(num_bytes))
+        elif self._buffers[index].numel() < num_bytes:
+            cuda_driver.unpin([self._buffers[index]])
+            self._buffers[index] = self._new(num_bytes)
         return self._buffers[index][:num_bytes]
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        buffer = self._cpu.allocate(max(num_bytes, _LEAST_PINNED_BYTES))
+        cuda_driver.pin(buffer)
+        return buffer
 
 
 class HostVenue:
@@ -84,8 +99,7 @@ class HostVenue:
         self.movements = movements
         self._buffers = buffers
         self._num_used = 0
-        # Ends the copies of the collective before, which used the same buffers.
-        buffers.stream.synchronize()
+        buffers.begin()
 
     def flat(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> Flat:
         """The tensor in a pinned buffer."""
@@ -94,13 +108,11 @@ class HostVenue:
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensors in a pinned buffer."""
-        numel = sum(tensor.numel() for tensor in tensors)
-        buffer = self._buffer(numel, tensors[0].dtype)
+        buffer = self._buffer(sum(tensor.numel() for tensor in tensors), tensors[0].dtype)
         start = 0
         for tensor in tensors:
-            buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+            buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
             start += tensor.numel()
-        self._buffers.stream.synchronize()
         return buffer
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -38,6 +38,9 @@ class LocalWork(dist.Work):
         """Do the work, on whichever thread calls this."""
         task(timeout_secs)
 
+    def before_queue(self) -> None:
+        """Called on the caller's thread when the work is to run later, on another."""
+
     def finish(self, error: BaseException | None = None) -> None:
         """Called once by whoever ran the work."""
         with self._mutex:
@@ -137,6 +140,7 @@ class Lane:
             finally:
                 self._executing.release()
         work.lane = self
+        work.before_queue()
         self._waiting.append((work, task))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
