@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ConfigError, LaunchError, StateError
-from weft.launcher import RankPool, init, launch
+from weft.launcher import RankPool, child, init, launch
 from weft.testing.pool import shared_pool
 from weft.testing.ranks import on_ranks
 
@@ -104,9 +104,20 @@ def test_pool_reuses_its_processes_and_each_job_starts_afresh() -> None:
     assert shared_pool(2) is pool
 
 
+def test_returned_ranks_wait_no_longer_than_their_peers_need() -> None:
+    def body():
+        child.LINGER_SECS = 3600.0
+
+    try:
+        assert shared_pool(2).run(body, timeout=60) == [None, None]
+    finally:
+        shared_pool(2).run(lambda: setattr(child, "LINGER_SECS", 1.0))
+
+
 def test_jobs_see_the_callers_directory_path_and_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shared_pool(2)  # runs before the path is what it will be
     (tmp_path / "weft_test_found.py").write_text("import os\ndef body():\n    return os.getcwd()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -217,14 +228,14 @@ def test_on_ranks_passes_parameters_and_fixtures(scale: int, tmp_path: Path) -> 
     assert sum_of_ranks() * scale == scale
 
 
-def test_on_ranks_shows_every_ranks_traceback_and_asserts_as_pytest_shows_them() -> None:
-    @on_ranks(2, kind="process")
-    def body():
-        rank = dist.get_rank()
-        assert rank == 5
+def rank_is_five() -> None:
+    rank = dist.get_rank()
+    assert rank == 5
 
+
+def test_on_ranks_shows_every_ranks_traceback_and_asserts_as_pytest_shows_them() -> None:
     with pytest.raises(LaunchError) as caught:
-        body()
+        on_ranks(2, kind="process")(rank_is_five)()
     for rank in range(2):
         assert "assert rank == 5" in caught.value.failures[rank]
         assert f"assert {rank} == 5" in caught.value.failures[rank]
