@@ -38,8 +38,8 @@ def explain(error: BaseException, group: dist.ProcessGroup, number: int, words: 
     kind = PeerTimeoutError if is_timeout else PeerError
     happened = "waited past the timeout" if is_timeout else "lost a peer"
     return kind(
-        f"rank {state.global_rank} {happened} in {words}, call {number} of {state.words()}. {who} Look at what "
-        f"these ranks did last; the backend said: {text}",
+        f"rank {state.global_rank} {happened} in {words}, call {number} of {state.words()}. {who} Look "
+        f"at what these ranks did last; the backend said: {text}",
         missing or list(elsewhere),
     )
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from weft.comm.group import state_of
 
-_SKIPPED_FOLDERS = tuple(
-    str(Path(module.__file__ or "").parent) for module in (sys.modules["weft"], torch)
-)
+_WEFT = Path(__file__).parent.parent
+_DEMO = str(_WEFT / "demo")  # the demo is a user like any other
+_SKIPPED_FOLDERS = (str(_WEFT), str(Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,13 @@ def remove_watcher(watcher: Watcher) -> None:
 def call_site() -> str:
     """The first caller outside weft and torch, as file:line in function."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FOLDERS):
+    while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_skipped(filename: str) -> bool:
+    return filename.startswith(_SKIPPED_FOLDERS) and not filename.startswith(_DEMO)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

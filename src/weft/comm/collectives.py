@@ -395,6 +395,4 @@ def all_to_all_single(
 def barrier(group: ProcessGroup | None = None, *, feature: str = "user") -> Handle[None]:
     """Wait for every rank: done when all of them have called it."""
     group = resolve_group(group)
-    return launch_call(
-        "barrier", group, feature, lambda: dist.barrier(group, async_op=True), None, (), ()
-    )
+    return launch_call("barrier", group, feature, lambda: dist.barrier(group, async_op=True), None, (), ())

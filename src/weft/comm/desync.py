@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -51,9 +51,7 @@ class DesyncCheck:
         try:
             store.wait(keys, self._timeout)
         except (dist.DistStoreError, RuntimeError) as error:
-            missing = [
-                rank for rank, key in zip(state.ranks, keys, strict=True) if not store.check([key])
-            ]
+            missing = [rank for rank, key in zip(state.ranks, keys, strict=True) if not store.check([key])]
             raise PeerTimeoutError(
                 f"rank {state.global_rank} is at {call.words()} ({call.site}), call {call.number} of "
                 f"{state.words()}; ranks {missing} did not come to any call within "
@@ -93,7 +91,7 @@ def _odd_ones(ranks: tuple[int, ...], essentials: list[object]) -> list[int]:
 
 
 @contextmanager
-def desync_check(timeout: float = 60.0) -> Iterator[None]:
+def desync_check(timeout: float = 60.0) -> Generator[None]:
     """Compare every call of the block between ranks. Every rank must be in the block."""
     check = DesyncCheck(timeout, dist.get_rank() if dist.is_initialized() else None)
     install_watcher(check)

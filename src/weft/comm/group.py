@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
 from weft.errors import ConfigError, StateError
 
@@ -45,9 +46,9 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 "no process group is there. Call weft.init() first, or run the function with weft.launch()."
             )
         return c10d._get_default_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup):  # new_group gives outsiders a number instead
         raise ConfigError(
-            f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives on it."
+            f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives."
         )
     return group
 
@@ -62,7 +63,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     return state
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def store_of(group: dist.ProcessGroup) -> Store:
     """The store that the group was made with. It is up as long as the world's first rank, or its launcher."""
     return c10d._get_process_group_store(group)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class _Recorder:
 
 
 @contextmanager
-def record() -> Iterator[Events]:
+def record() -> Generator[Events]:
     """Record this rank's collectives while the block runs.
 
     Each rank records its own; where ranks are threads, too. Collectives that are

@@ -55,9 +55,7 @@ def broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup) -> Trac
     return TracedHandle(lambda: tensor.copy_(functional.wait_tensor(sent)))
 
 
-def all_gather_into_tensor(
-    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup
-) -> TracedHandle:
+def all_gather_into_tensor(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> TracedHandle:
     """all_gather_into_tensor in the graph."""
     gathered = functional.all_gather_tensor(tensor, 0, group)
     return TracedHandle(lambda: out.copy_(functional.wait_tensor(gathered).view(out.shape)))

@@ -13,13 +13,13 @@ import fcntl
 import gc
 import io
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
 from datetime import timedelta
+from multiprocessing.connection import wait as wait_readable
 
 import torch
 
@@ -29,7 +29,6 @@ from weft.launcher.stacks import DUMP_SIGNAL
 from weft.launcher.stores import connect_store
 from weft.launcher.wire import (
     Failed,
-    Finish,
     Idle,
     Job,
     Message,
@@ -77,7 +76,7 @@ def die_with_launcher(lifeline_fd: int) -> None:
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         # The launcher may have gone while this interpreter was starting.
-        if select.select([lifeline_fd], [], [], 0.0)[0]:
+        if wait_readable([lifeline_fd], 0.0):
             os._exit(1)
     else:
 
@@ -113,17 +112,7 @@ class RankChild:
             self._send(Returned(self._run(job)))
             self._linger()
         except BaseException as exception:
-            failure = exception_failure(self._rank, exception, time.monotonic())
-            abort_groups(failure.headline)
-            self._send(
-                Failed(
-                    headline=failure.headline,
-                    report=failure.report,
-                    exception=encode_exception(exception),
-                    is_consequence=failure.is_consequence,
-                    at_secs=failure.at_secs,
-                )
-            )
+            self._fail(exception)
         destroy_groups()
         sys.excepthook = self._excepthook  # init_process_group wraps it, and nothing ever unwraps it
         # Groups and shared memory in reference cycles must not live on into the next job.
@@ -151,10 +140,24 @@ class RankChild:
             result = None
         return encode_result(result, self._rank)
 
+    def _fail(self, exception: BaseException) -> None:
+        """Tell the peers and the launcher. Keeps nothing: the exception's frames hold the user's tensors."""
+        failure = exception_failure(self._rank, exception, time.monotonic())
+        abort_groups(failure.headline)
+        self._send(
+            Failed(
+                headline=failure.headline,
+                report=failure.report,
+                exception=encode_exception(exception),
+                is_consequence=failure.is_consequence,
+                at_secs=failure.at_secs,
+            )
+        )
+
     def _linger(self) -> None:
-        if select.select([self._control], [], [], LINGER_SECS)[0]:
-            message = receive_message(self._control)
-            assert message is None or isinstance(message, Finish)
+        """Wait for Finish, which is all that can come now, or for the end of patience."""
+        if wait_readable([self._control], LINGER_SECS):
+            receive_message(self._control)
 
     def _send(self, message: Message) -> None:
         self._control.sendall(encode_message(message))

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from weft.errors import InternalError
 from weft.launcher.payload import decode_exception, decode_result
-from weft.launcher.process import RankProcess, fetch_stacks, wait_for_messages
+from weft.launcher.process import LOOK_SECS, RankProcess, fetch_stacks, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error, launch_timeout_error, stuck_failure
 from weft.launcher.wire import Failed, Finish, Idle, Job, Message, Returned
 
-# How often processes are looked at: see wait_for_messages.
-_LOOK_SECS = 0.25
+# How long a rank whose stream has ended may take to be gone.
 _EXIT_SECS = 5.0
 
 
@@ -52,7 +51,7 @@ class JobRun:
                 is_failing, stop_at = True, now + self._grace_secs
             if now >= stop_at:
                 break
-            self._handle_messages(min(stop_at - now, _LOOK_SECS))
+            self._handle_messages(min(stop_at - now, LOOK_SECS))
             self._send_finish()
         self._raise_failures(timeout_secs)
         return [decode_result(self._returned[process.rank]) for process in self._processes]
@@ -96,7 +95,7 @@ class JobRun:
         if not self._is_finish_sent and (self._failures or len(ended) == len(self._processes)):
             self._is_finish_sent = True
             for process in self._processes_alive():
-                process.send(Finish(), _LOOK_SECS)
+                process.send(Finish(), LOOK_SECS)
 
     def _processes_alive(self) -> list[RankProcess]:
         return [process for process in self._processes if process.rank not in self._dead]

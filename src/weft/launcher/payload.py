@@ -13,16 +13,18 @@ import inspect
 import os
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 
 from weft.errors import ConfigError
 
-T = TypeVar("T")
+# cloudpickle's list of modules to send by value is the process's; threads may launch together.
+_registry_lock = threading.Lock()
 
 
 def encode_call(
@@ -35,7 +37,7 @@ def encode_call(
     Raises ConfigError, before any rank is started, when something can't be pickled.
     """
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    with _pickled_by_value(module if by_value or not _is_importable(module) else None):
+    with _registry_lock, _pickled_by_value(module if by_value or not _is_importable(module) else None):
         try:
             return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
         except Exception as error:

@@ -21,14 +21,13 @@ from weft.launcher.backends import check_backend, default_local_backend
 from weft.launcher.job import JobRun
 from weft.launcher.options import check_function, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
-from weft.launcher.process import RankProcess, wait_for_messages
+from weft.launcher.process import LOOK_SECS, RankProcess, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error
 from weft.launcher.stores import host_store
 from weft.launcher.wire import Job, Ready
 
 _START_SECS = 180.0
 _EXIT_SECS = 5.0
-_LOOK_SECS = 0.25
 
 
 class RankPool:
@@ -60,6 +59,7 @@ class RankPool:
 
     @property
     def ranks(self) -> int:
+        """How many ranks it has, or had."""
         return self._num_ranks
 
     @property
@@ -115,7 +115,7 @@ class RankPool:
                 backend=backend,
                 collective_timeout_secs=collective_timeout,
                 store_port=port,
-                sys_path=tuple(sys.path),
+                sys_path=tuple(map(str, sys.path)),
                 argv=tuple(sys.argv),
                 working_dir=os.getcwd(),
             )
@@ -161,7 +161,7 @@ class RankPool:
         waiting = {process.rank: process for process in self._processes}
         stop_at = time.monotonic() + _START_SECS
         while waiting:
-            for process in wait_for_messages(list(waiting.values()), _LOOK_SECS):
+            for process in wait_for_messages(list(waiting.values()), LOOK_SECS):
                 if any(isinstance(message, Ready) for message in process.receive()):
                     del waiting[process.rank]
             lost = [p for p in waiting.values() if p.is_closed or p.exit_code() is not None]
@@ -171,7 +171,7 @@ class RankPool:
     def _start_error(self, processes: Sequence[RankProcess]) -> LaunchError:
         failures: list[RankFailure] = []
         for process in processes:
-            returncode = process.wait_exit(_LOOK_SECS)
+            returncode = process.wait_exit(LOOK_SECS)
             how = (
                 f"was not ready after {_START_SECS:g} seconds"
                 if returncode is None

@@ -38,6 +38,9 @@ _DUMP_QUIET_SECS = 0.1
 _KILL_SECS = 10.0
 _READ_BYTES = 1 << 20
 
+# How often ranks are looked at while they are silent: see wait_for_messages.
+LOOK_SECS = 0.25
+
 
 class RankProcess:
     """A running rank; `close` or `kill` must be called."""
@@ -58,7 +61,7 @@ class RankProcess:
                     sys.executable,
                     "-c",
                     _BOOTSTRAP,
-                    json.dumps(sys.path),
+                    json.dumps(list(map(str, sys.path))),
                     str(rank),
                     str(num_ranks),
                     *map(str, child_fds),

@@ -80,9 +80,9 @@ class ThreadRun:
 
     def run(self, timeout_secs: float | None, grace_secs: float) -> list[object]:
         """Start the threads, wait for them and return the results, or raise LaunchError."""
-        for thread in self._threads:
-            thread.start()
         try:
+            for thread in self._threads:
+                thread.start()
             self._wait(timeout_secs, lambda: self._all_done() or bool(self._failures))
             if self._failures:
                 self._wait(grace_secs, self._all_done)
@@ -166,6 +166,7 @@ class ThreadRun:
 
     def _stacks(self) -> dict[int, str]:
         """Where each rank that has not ended is. Those that only tidy up count where there are no others."""
-        running = [rank for rank in range(self._num_ranks) if rank not in self._done]
-        running = [rank for rank in running if rank not in self._results] or running
+        with self._changed:
+            running = [rank for rank in range(self._num_ranks) if rank not in self._done]
+            running = [rank for rank in running if rank not in self._results] or running
         return {rank: format_thread(self._threads[rank].ident or 0) for rank in running}

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
+from torch.distributed import ReduceOp
 
 from weft.errors import ConfigError
 from weft.local.calls import Op
 
 T = TypeVar("T")
+UNSET = timedelta(milliseconds=-1)  # c10d's way to say that no timeout was given
+
+
+@dataclass(frozen=True)
+class Options:
+    """What c10d's options objects hold, with c10d's names and defaults."""
+
+    timeout: timedelta = UNSET
+    asyncOp: bool = True
+    reduceOp: object = ReduceOp.SUM
+    rootRank: int = 0
+
+
+DEFAULTS = Options()
 
 
 def words(op: Op) -> str:
@@ -21,7 +38,7 @@ def words(op: Op) -> str:
 def only(items: Sequence[T], op: Op) -> T:
     """The one item of a list that c10d's interface makes of a single argument."""
     if len(items) != 1:
-        raise ConfigError(f"{words(op)}: one tensor (or one list of them) a rank is needed, got {len(items)}.")
+        raise ConfigError(f"{words(op)}: one tensor (or one list) a rank is needed, got {len(items)}.")
     return items[0]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch.distributed import ReduceOp
@@ -81,7 +82,7 @@ def plan_fold(name: str, dtype: torch.dtype, size: int) -> Fold:
     if name in _BITWISE and is_number_like:
         raise ConfigError(f"reduce op {name} needs integers or booleans, got {_words(dtype)}.")
     if name in ("MIN", "MAX") and dtype.is_complex:
-        raise ConfigError(f"reduce op {name} has no meaning for {_words(dtype)}: complex numbers have no order.")
+        raise ConfigError(f"reduce op {name} has no meaning for {_words(dtype)}: it has no order.")
     if name == "AVG" and dtype is torch.bool:
         raise ConfigError("reduce op AVG has no meaning for bool; reduce uint8 or float instead.")
     if name == "PREMUL_SUM" and not is_number_like:
@@ -111,7 +112,7 @@ def resolve_reduce_op(op: object) -> tuple[str, float]:
     """The name of a c10d reduce op, and its factor (PREMUL_SUM's; 1 otherwise)."""
     if isinstance(op, ReduceOp):
         # __getstate__ is the one form of a ReduceOp's parts that torch 2.11 to 2.13 share.
-        kind, factor = op.__getstate__()
+        kind, factor = cast("tuple[object, object]", op.__getstate__())
     else:
         kind, factor = op, None
     name = str(getattr(kind, "name", kind))
@@ -123,8 +124,8 @@ def resolve_reduce_op(op: object) -> tuple[str, float]:
                 f"PREMUL_SUM: the factor must be a number or a tensor of one element, got shape "
                 f"{tuple(factor.shape)}."
             )
-        factor = float(factor.item())
-    return name, 1.0 if factor is None else float(factor)
+        factor = factor.item()
+    return name, 1.0 if factor is None else float(cast("float", factor))
 
 
 def _words(dtype: torch.dtype) -> str:

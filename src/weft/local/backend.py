@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from weft.errors import ConfigError, PeerTimeoutError
 from weft.local import kernel
@@ -38,9 +39,7 @@ _PROBE = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
 def register_backend() -> None:
     """Make `init_process_group("weft")` work. Harmless when called again."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(
-            BACKEND, create_local_group, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(BACKEND, create_local_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def create_local_group(options: Any, backend_options: object = None) -> LocalGroup:
@@ -51,7 +50,7 @@ def create_local_group(options: Any, backend_options: object = None) -> LocalGro
     """
     kernel.check_supported()
     timeout: timedelta = options.timeout
-    store: dist.Store = options.store
+    store: Store = options.store
     rank, size = int(options.group_rank), int(options.group_size)
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     name = f"group '{options.group_id}' ({size} ranks)"
@@ -71,7 +70,7 @@ def create_local_group(options: Any, backend_options: object = None) -> LocalGro
 class _Introduction:
     """The ranks' first words to each other, through the store."""
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
     global_ranks: Sequence[int]
@@ -144,7 +143,7 @@ class _Introduction:
             missing = [int(key.rsplit("/", 1)[-1]) if "/" in key else 0 for key in keys if not self._has(key)]
             ranks = [self.global_ranks[rank] for rank in missing]
             raise PeerTimeoutError(
-                f"rank {self.global_ranks[self.rank]} waited {self.timeout.total_seconds():g} s for the others "
+                f"rank {self.global_ranks[self.rank]} waited {self.timeout.total_seconds():g} s for others "
                 f"to join a group of {self.size} ranks. Not there: {ranks}. Check that these ranks were "
                 "started and make the same groups in the same order.",
                 ranks,

@@ -197,8 +197,8 @@ class CudaWork(LocalWork):
     def __init__(self, words: str, results: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         super().__init__(words, results)
         self._stream = stream
-        self._ready: torch.cuda.Event | None = None
-        self._finished: torch.cuda.Event | None = None
+        self._ready: torch.Event | None = None
+        self._finished: torch.Event | None = None
         self._task: Callable[[float], None] | None = None
 
     def before_queue(self) -> None:
@@ -208,12 +208,12 @@ class CudaWork(LocalWork):
     def run(self, task: Callable[[float], None], timeout_secs: float) -> None:
         """Queue the collective on the caller's stream, or on the group's."""
         if self._ready is None:
-            return task(timeout_secs)
+            return super().run(task, timeout_secs)
         # Held until waited for: the inputs must outlive the stream's use of them.
         self._task = task
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
-            task(timeout_secs)
+            super().run(task, timeout_secs)
             self._finished = self._stream.record_event()
         return None
 

@@ -83,7 +83,7 @@ class Engine:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed tensor in memory that peers reach."""
-        if device.type == "cuda" and device.index is None:
+        if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
         numel = prod(shape)
         if numel < 0 or any(length < 0 for length in shape):

@@ -2,6 +2,9 @@
 
 A contiguous tensor is its own flat form. Another is copied, and copied back after
 a collective that writes it.
+
+Collectives write behind autograd's back, as all of c10d's do: on `tensor.data`, which
+has the tensor's memory but neither its history nor its version counter.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ def _is_flat_already(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
+    plain = tensor.data
     if not _is_flat_already(plain):
         plain = plain.resolve_conj().resolve_neg().contiguous()
     return plain.view(-1)
@@ -40,7 +43,7 @@ class Flat:
         is_written: bool = True,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor.data
         self._is_read = is_read
         self._is_copy = buffer is not None or not _is_flat_already(tensor)
         self._is_written = is_written

@@ -1,3 +1,6 @@
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+# torch's stubs of ProcessGroup name parameters that c10d never passes by name, and
+# leave out the options objects that it does pass.
 """The process group of ranks that share a host, as c10d sees it.
 
 This file turns c10d's calls (lists, options, tensors of any stride) into flat,
@@ -32,7 +35,7 @@ class LocalGroup(dist.ProcessGroup):
     """Ranks of one host: processes through shared memory, threads through their own, GPUs through IPC."""
 
     def __init__(self, engine: Engine, timeout: timedelta) -> None:
-        super().__init__(engine.rank, engine.size)
+        super().__init__(engine.rank, engine.size)  # pyright: ignore[reportCallIssue]
         self.engine = engine
         self._timeout_secs = timeout.total_seconds()
         self._lane = Lane(f"weft-lane-{engine.rank}")
@@ -99,7 +102,7 @@ class LocalGroup(dist.ProcessGroup):
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         tensor = arguments.only(tensors, Op.ALL_REDUCE)
-        options = opts or dist.AllreduceOptions()
+        options = opts or arguments.DEFAULTS
         if tensor.layout is torch.sparse_coo:
             name, _ = resolve_reduce_op(options.reduceOp)
             return self._submit(
@@ -112,7 +115,7 @@ class LocalGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, in place."""
-        options = opts or dist.AllreduceCoalescedOptions()
+        options = opts or arguments.DEFAULTS
         return self._submit(Op.ALL_REDUCE, tensors, options, self._all_reduce_task(tensors, options))
 
     def _all_reduce_task(self, tensors: Tensors, options: Any) -> Callable[[float], None]:
@@ -130,7 +133,7 @@ class LocalGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce the tensor over all ranks into the root's."""
         tensor = arguments.dense(arguments.only(tensors, Op.REDUCE), Op.REDUCE)
-        options = opts or dist.ReduceOptions()
+        options = opts or arguments.DEFAULTS
         name, factor = resolve_reduce_op(options.reduceOp)
         fold = plan_fold(name, tensor.dtype, self.engine.size)
         root = self._rank_of(options.rootRank, Op.REDUCE)
@@ -161,12 +164,12 @@ class LocalGroup(dist.ProcessGroup):
             self._check_whole(whole=tensor, part=out, op=Op.REDUCE_SCATTER)
         return self._reduce_scatter(outputs, [[tensor] for tensor in inputs], opts)
 
-    def _reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
-    ) -> dist.Work:
-        options = opts or dist.ReduceScatterOptions()
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        options = opts or arguments.DEFAULTS
         name, factor = resolve_reduce_op(options.reduceOp)
-        folds = [plan_fold(name, arguments.dense(t, Op.REDUCE_SCATTER).dtype, self.engine.size) for t in outputs]
+        folds = [
+            plan_fold(name, arguments.dense(t, Op.REDUCE_SCATTER).dtype, self.engine.size) for t in outputs
+        ]
 
         def task(secs: float) -> None:
             for out, parts, fold in zip(outputs, inputs, folds, strict=True):
@@ -181,7 +184,7 @@ class LocalGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Copy the root's tensor to every rank."""
         tensor = arguments.dense(arguments.only(tensors, Op.BROADCAST), Op.BROADCAST)
-        options = opts or dist.BroadcastOptions()
+        options = opts or arguments.DEFAULTS
         root = self._rank_of(options.rootRank, Op.BROADCAST)
 
         def task(secs: float) -> None:
@@ -221,7 +224,7 @@ class LocalGroup(dist.ProcessGroup):
                     parts = flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
                     venue.movements.all_gather(parts, venue.inputs([tensor]), secs)
 
-        return self._submit(Op.ALL_GATHER, outputs, opts or dist.AllgatherOptions(), task)
+        return self._submit(Op.ALL_GATHER, outputs, opts or arguments.DEFAULTS, task)
 
     def _all_gather(
         self, pairs: Sequence[tuple[Tensors, torch.Tensor]], results: Tensors, opts: Any
@@ -232,11 +235,11 @@ class LocalGroup(dist.ProcessGroup):
                 with flat_outputs(venue, outs) as flats:
                     venue.movements.all_gather(flats, venue.inputs([tensor]), secs)
 
-        return self._submit(Op.ALL_GATHER, results, opts or dist.AllgatherOptions(), task)
+        return self._submit(Op.ALL_GATHER, results, opts or arguments.DEFAULTS, task)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy every rank's tensor into a list on the root."""
-        options = opts or dist.GatherOptions()
+        options = opts or arguments.DEFAULTS
         tensor = arguments.only(inputs, Op.GATHER)
         root = self._rank_of(options.rootRank, Op.GATHER)
         outs: Tensors | None = None
@@ -255,7 +258,7 @@ class LocalGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """Copy the root's tensors, one to each rank."""
-        options = opts or dist.ScatterOptions()
+        options = opts or arguments.DEFAULTS
         out = arguments.only(outputs, Op.SCATTER)
         root = self._rank_of(options.rootRank, Op.SCATTER)
         parts: Tensors | None = None
@@ -282,7 +285,7 @@ class LocalGroup(dist.ProcessGroup):
                 splits = [tensor.numel() for tensor in inputs]
                 venue.movements.all_to_all(flats, venue.inputs(inputs), splits, secs)
 
-        return self._submit(Op.ALL_TO_ALL, outputs, opts or dist.AllToAllOptions(), task)
+        return self._submit(Op.ALL_TO_ALL, outputs, opts or arguments.DEFAULTS, task)
 
     def all_to_all_single(
         self,
@@ -302,7 +305,7 @@ class LocalGroup(dist.ProcessGroup):
                 outs = flat.split(out_numels)
                 venue.movements.all_to_all(outs, venue.inputs([input]), in_numels, secs)
 
-        return self._submit(Op.ALL_TO_ALL, [output], opts or dist.AllToAllOptions(), task)
+        return self._submit(Op.ALL_TO_ALL, [output], opts or arguments.DEFAULTS, task)
 
     # -- messages ---------------------------------------------------------------------
 
@@ -330,25 +333,19 @@ class LocalGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every rank."""
-        options = opts or dist.BarrierOptions()
+        options = opts or arguments.DEFAULTS
         venue = self.engine.venue(torch.device("cpu"), 0)
         return self._submit(Op.BARRIER, [], options, venue.movements.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come. All of them, always."""
-        options = dist.BarrierOptions()
-        if timeout is not None:
-            options.timeout = timeout
-        options.asyncOp = False
-        self.barrier(options).wait()
+        self.barrier(arguments.Options(timeout=timeout or arguments.UNSET, asyncOp=False)).wait()
 
     # -- how a call runs ---------------------------------------------------------------
 
-    def _submit(
-        self, op: Op, results: Tensors, options: Any, task: Callable[[float], None]
-    ) -> LocalWork:
+    def _submit(self, op: Op, results: Tensors, options: Any, task: Callable[[float], None]) -> LocalWork:
         secs = options.timeout.total_seconds()
-        if secs <= 0:
+        if secs <= 0:  # c10d's way to say that none was given
             secs = self._timeout_secs
         is_async = getattr(options, "asyncOp", True)
         work = self.engine.work_for(arguments.words(op), results)

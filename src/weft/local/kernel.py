@@ -129,7 +129,5 @@ def can_reach(pid: int, address: int, expected: bytes) -> bool:
     here = _Span(ctypes.addressof(found), len(expected))
     there = _Span(address, len(expected))
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    moved = _libc.process_vm_readv(
-        ctypes.c_int(pid), ctypes.byref(here), one, ctypes.byref(there), one, none
-    )
+    moved = _libc.process_vm_readv(ctypes.c_int(pid), ctypes.byref(here), one, ctypes.byref(there), one, none)
     return moved == len(expected) and found.raw == expected

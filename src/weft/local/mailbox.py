@@ -209,7 +209,7 @@ class Mailbox:
             flat = work.tensor
             if (letter.numel, letter.dtype) != (flat.numel(), dtype_number(flat.dtype)):
                 raise DesyncError(
-                    f"recv: rank {sender} sent {letter.numel} elements with tag {letter.tag}; the tensor here "
+                    f"recv: rank {sender} sent {letter.numel} elements with tag {letter.tag}; this tensor "
                     f"has {flat.numel()} of {flat.dtype}. Make shapes and dtypes equal.",
                     [sender],
                 )
@@ -237,7 +237,7 @@ class Mailbox:
             self.deliver()
             if is_done():
                 return
-            self._meeting.waiter.check_peers(what, lambda other: has_left and other == peer)
+            self._meeting.waiter.check_peers(what, {peer} if has_left else set())
             if time.monotonic() > deadline:
                 self._meeting.waiter.give_up(what, [peer] if peer >= 0 else self._meeting.roster.others)
             self._board.sleep_on_bell(seen, TICK_SECS)

@@ -26,7 +26,6 @@ from weft.local.roster import Roster
 from weft.local.waiting import Waiter
 from weft.local.windows import Window
 
-
 _NOWHERE = Place(PlaceKind.NOWHERE)
 
 

@@ -31,9 +31,7 @@ class Movements:
             with self._meeting.meet(Call(Op.BARRIER, numel=0), self._memory, None, timeout_secs):
                 pass
 
-    def all_gather(
-        self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_secs: float
-    ) -> None:
+    def all_gather(self, outs: Sequence[torch.Tensor], tensor: torch.Tensor, timeout_secs: float) -> None:
         """Read every rank's tensor into `outs`, by rank."""
         call = Call(Op.ALL_GATHER, tensor.dtype, tensor.numel())
         self._gather(call, outs, tensor, timeout_secs)
@@ -66,15 +64,11 @@ class Movements:
             return
         is_root = self._meeting.rank == root
         call = Call(Op.BROADCAST, tensor.dtype, tensor.numel(), root=root)
-        with self._meeting.meet(
-            call, self._memory, tensor if is_root else None, timeout_secs
-        ) as round_:
+        with self._meeting.meet(call, self._memory, tensor if is_root else None, timeout_secs) as round_:
             if not is_root:
                 round_.window(root, tensor.dtype, tensor.numel()).read_into(0, tensor.numel(), tensor)
 
-    def scatter(
-        self, out: torch.Tensor, tensor: torch.Tensor | None, root: int, timeout_secs: float
-    ) -> None:
+    def scatter(self, out: torch.Tensor, tensor: torch.Tensor | None, root: int, timeout_secs: float) -> None:
         """Read this rank's part of the root's tensor into `out`."""
         rank, numel = self._meeting.rank, out.numel()
         if self._meeting.size == 1 and tensor is not None:

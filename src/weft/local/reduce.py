@@ -51,9 +51,7 @@ class Reductions:
                     window.write(start, here)
         return None
 
-    def reduce(
-        self, tensor: torch.Tensor, fold: Fold, factor: float, root: int, timeout_secs: float
-    ) -> None:
+    def reduce(self, tensor: torch.Tensor, fold: Fold, factor: float, root: int, timeout_secs: float) -> None:
         """Fold every rank's flat tensor into the root's; the others keep theirs."""
         if self._meeting.size == 1:
             return self._reduce_alone(tensor, fold, factor)

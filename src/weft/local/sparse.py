@@ -9,6 +9,7 @@ from weft.local.engine import Engine
 
 _SIZES_DIFFER = 1 << 62  # ranks may bring different numbers of entries: none may choose by its own
 
+
 def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, timeout_secs: float) -> None:
     """Sum (or average) a sparse tensor over all ranks, in place.
 
@@ -19,9 +20,7 @@ def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, ti
         raise ConfigError(f"all_reduce of a sparse tensor: SUM and AVG are there, {reduce_name} is not.")
     movements = engine.venue(tensor.device, _SIZES_DIFFER).movements
     mine = tensor.detach().coalesce()
-    rows = movements.exchange_counts(
-        [mine.sparse_dim(), mine.dim(), mine._nnz()], timeout_secs
-    )
+    rows = movements.exchange_counts([mine.sparse_dim(), mine.dim(), mine._nnz()], timeout_secs)
     shapes = None
     if len({tuple(row[:2]) for row in rows}) == 1:
         shapes = movements.exchange_counts(list(mine.shape), timeout_secs)

@@ -12,7 +12,7 @@ ranks agree on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -121,7 +121,7 @@ class HostVenue:
 
 
 @contextmanager
-def flat_outputs(venue: Venue, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def flat_outputs(venue: Venue, tensors: Sequence[torch.Tensor]) -> Generator[list[torch.Tensor]]:
     """Tensors that are only written, each in its flat form."""
     with ExitStack() as stack:
         yield [stack.enter_context(venue.flat(tensor, is_read=False)) for tensor in tensors]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.local import kernel
@@ -47,13 +47,13 @@ class Waiter:
                 return
             kernel.yield_core()
         while (seen := board.phase(peer)) < phase:
-            self.check_peers(what, lambda other: board.phase(other) < phase)
-            if deadline is not None and time.monotonic() > deadline:
-                late = [other for other in self._roster.others if board.phase(other) < phase]
+            late = [other for other in self._roster.others if board.phase(other) < phase]
+            self.check_peers(what, late)
+            if deadline is not None and late and time.monotonic() > deadline:
                 self.give_up(what, late)
             board.sleep_on_phase(peer, seen, TICK_SECS)
 
-    def check_peers(self, what: Callable[[], str], is_needed: Callable[[int], bool]) -> None:
+    def check_peers(self, what: Callable[[], str], needed: Collection[int]) -> None:
         """Raise PeerError if a rank died or failed, or left while it is still needed."""
         roster, board = self._roster, self._board
         for peer in roster.others:
@@ -68,7 +68,7 @@ class Waiter:
                     peer if blamed == -1 else blamed,
                     what,
                 )
-            if state == RankState.LEFT and is_needed(peer):
+            if state == RankState.LEFT and peer in needed:
                 self._fail(f"{roster.name(peer)} has left the group", peer, what)
 
     def give_up(self, what: Callable[[], str], late: Sequence[int]) -> None:

@@ -70,9 +70,7 @@ class RemoteWindow:
 
     def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
         """One copy, made by the kernel."""
-        self._memory.read(
-            out.data_ptr(), self._address + lo * self._itemsize, (hi - lo) * self._itemsize
-        )
+        self._memory.read(out.data_ptr(), self._address + lo * self._itemsize, (hi - lo) * self._itemsize)
 
     def write(self, lo: int, source: torch.Tensor) -> None:
         """One copy, made by the kernel."""

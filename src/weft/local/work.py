@@ -36,7 +36,11 @@ class LocalWork(dist.Work):
 
     def run(self, task: Callable[[float], None], timeout_secs: float) -> None:
         """Do the work, on whichever thread calls this."""
-        task(timeout_secs)
+        if self._results and self._results[0].is_inference():
+            with torch.inference_mode():  # the only place where such tensors may be written
+                task(timeout_secs)
+        else:
+            task(timeout_secs)
 
     def before_queue(self) -> None:
         """Called on the caller's thread when the work is to run later, on another."""
@@ -180,10 +184,7 @@ class Lane:
 
 def _run(work: LocalWork, task: Callable[[], None]) -> None:
     try:
-        # Collectives write into tensors behind autograd's back, as all of c10d's do; in
-        # inference mode they may write into tensors made in it or outside of it.
-        with torch.inference_mode():
-            task()
+        task()
     except BaseException as error:
         work.finish(error)
         if not isinstance(error, Exception):
