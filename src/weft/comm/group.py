@@ -38,7 +38,7 @@ class GroupState:
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def resolve_group(group: object) -> dist.ProcessGroup:
     """The group that a call means: the given one, or the whole world."""
     if group is None:
         if not dist.is_initialized():

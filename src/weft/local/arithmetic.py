@@ -29,6 +29,8 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 REDUCE_NUMBER = {name: number for number, name in enumerate(_COMBINE, start=1)}
 REDUCE_NAME = {number: name for name, number in REDUCE_NUMBER.items()}
 
@@ -87,6 +89,8 @@ def plan_fold(name: str, dtype: torch.dtype, size: int) -> Fold:
         raise ConfigError("reduce op AVG has no meaning for bool; reduce uint8 or float instead.")
     if name == "PREMUL_SUM" and not is_number_like:
         raise ConfigError(f"reduce op PREMUL_SUM needs floats or complex numbers, got {_words(dtype)}.")
+    if dtype is torch.uint64 and name not in ("SUM", "PRODUCT", *_BITWISE):
+        raise ConfigError(f"reduce op {name} has no meaning for uint64 here: torch has no arithmetic for it.")
     return Fold(
         name=name,
         combine=_COMBINE[name],
@@ -97,7 +101,21 @@ def plan_fold(name: str, dtype: torch.dtype, size: int) -> Fold:
     )
 
 
+def with_arithmetic(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor, or its memory as another dtype that torch can compute `name` in.
+
+    torch has no arithmetic for wide unsigned integers. Sums, products and bit
+    operations have the same bits signed; the others are widened, see `_wide_dtype`.
+    """
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None or name not in ("SUM", "PRODUCT", *_BITWISE):
+        return tensor
+    return tensor.view(signed)
+
+
 def _wide_dtype(name: str, dtype: torch.dtype, size: int) -> torch.dtype:
+    if dtype in _WIDER:
+        return _WIDER[dtype]
     if dtype.is_floating_point and dtype.itemsize == 1:
         return torch.float32  # torch has no arithmetic in 8-bit floats
     if dtype in (torch.float16, torch.bfloat16) and name in ("SUM", "AVG", "PREMUL_SUM", "PRODUCT"):

@@ -105,6 +105,10 @@ class Engine:
         """Raise if the group was left or has failed."""
         self._meeting.check_open()
 
+    def late_ranks(self) -> list[int]:
+        """The ranks, of the world, that have not come as far as this one."""
+        return self._meeting.late_ranks()
+
     def abort(self, reason: str) -> None:
         """Close the group for every rank."""
         self._meeting.fail(reason)
@@ -112,5 +116,6 @@ class Engine:
     def close(self, why: str) -> None:
         """Leave the group. Peers that still need this rank raise PeerError."""
         if os.getpid() == self._pid:  # a forked child has no part in the group
+            self.mailbox.close()
             self._meeting.leave(why)
             self._roster.unlock()

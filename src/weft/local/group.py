@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weft.local import arguments
-from weft.local.arithmetic import plan_fold, resolve_reduce_op
+from weft.local.arithmetic import plan_fold, resolve_reduce_op, with_arithmetic
 from weft.local.calls import Op
 from weft.local.engine import Engine
 from weft.local.flat import flat_input
@@ -38,7 +38,7 @@ class LocalGroup(dist.ProcessGroup):
         super().__init__(engine.rank, engine.size)  # pyright: ignore[reportCallIssue]
         self.engine = engine
         self._timeout_secs = timeout.total_seconds()
-        self._lane = Lane(f"weft-lane-{engine.rank}")
+        self._lane = Lane(f"weft-lane-{engine.rank}", engine.late_ranks)
         self._name = self._desc = ""
 
     # -- what the group is ------------------------------------------------------
@@ -92,7 +92,7 @@ class LocalGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group, after the works that are under way."""
-        self._lane.close()
+        self._lane.close(self.engine.abort)
         self.engine.close("it was destroyed")
 
     # -- reductions ---------------------------------------------------------------
@@ -116,11 +116,13 @@ class LocalGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, in place."""
         options = opts or arguments.DEFAULTS
-        return self._submit(Op.ALL_REDUCE, tensors, options, self._all_reduce_task(tensors, options))
+        task = self._all_reduce_task(tensors, options)
+        return self._submit(Op.ALL_REDUCE, tensors, options, task, num_tensors=len(tensors))
 
     def _all_reduce_task(self, tensors: Tensors, options: Any) -> Callable[[float], None]:
         name, factor = resolve_reduce_op(options.reduceOp)
-        folds = [plan_fold(name, arguments.dense(t, Op.ALL_REDUCE).dtype, self.engine.size) for t in tensors]
+        tensors = [with_arithmetic(arguments.dense(tensor, Op.ALL_REDUCE), name) for tensor in tensors]
+        folds = [plan_fold(name, tensor.dtype, self.engine.size) for tensor in tensors]
 
         def task(secs: float) -> None:
             for tensor, fold in zip(tensors, folds, strict=True):
@@ -132,9 +134,10 @@ class LocalGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce the tensor over all ranks into the root's."""
-        tensor = arguments.dense(arguments.only(tensors, Op.REDUCE), Op.REDUCE)
         options = opts or arguments.DEFAULTS
         name, factor = resolve_reduce_op(options.reduceOp)
+        tensor = arguments.dense(arguments.only(tensors, Op.REDUCE), Op.REDUCE)
+        tensor = with_arithmetic(tensor, name)
         fold = plan_fold(name, tensor.dtype, self.engine.size)
         root = self._rank_of(options.rootRank, Op.REDUCE)
 
@@ -167,17 +170,17 @@ class LocalGroup(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         options = opts or arguments.DEFAULTS
         name, factor = resolve_reduce_op(options.reduceOp)
-        folds = [
-            plan_fold(name, arguments.dense(t, Op.REDUCE_SCATTER).dtype, self.engine.size) for t in outputs
-        ]
+        outs = [with_arithmetic(arguments.dense(out, Op.REDUCE_SCATTER), name) for out in outputs]
+        inputs = [[with_arithmetic(part, name) for part in parts] for parts in inputs]
+        folds = [plan_fold(name, out.dtype, self.engine.size) for out in outs]
 
         def task(secs: float) -> None:
-            for out, parts, fold in zip(outputs, inputs, folds, strict=True):
+            for out, parts, fold in zip(outs, inputs, folds, strict=True):
                 venue = self._venue(out)
                 with venue.flat(out, is_read=False) as flat:
                     venue.reductions.reduce_scatter(flat, venue.inputs(parts), fold, factor, secs)
 
-        return self._submit(Op.REDUCE_SCATTER, outputs, options, task)
+        return self._submit(Op.REDUCE_SCATTER, outputs, options, task, num_tensors=len(outs))
 
     # -- movements ------------------------------------------------------------------
 
@@ -224,7 +227,8 @@ class LocalGroup(dist.ProcessGroup):
                     parts = flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
                     venue.movements.all_gather(parts, venue.inputs([tensor]), secs)
 
-        return self._submit(Op.ALL_GATHER, outputs, opts or arguments.DEFAULTS, task)
+        options = opts or arguments.DEFAULTS
+        return self._submit(Op.ALL_GATHER, outputs, options, task, num_tensors=len(inputs))
 
     def _all_gather(
         self, pairs: Sequence[tuple[Tensors, torch.Tensor]], results: Tensors, opts: Any
@@ -235,7 +239,8 @@ class LocalGroup(dist.ProcessGroup):
                 with flat_outputs(venue, outs) as flats:
                     venue.movements.all_gather(flats, venue.inputs([tensor]), secs)
 
-        return self._submit(Op.ALL_GATHER, results, opts or arguments.DEFAULTS, task)
+        options = opts or arguments.DEFAULTS
+        return self._submit(Op.ALL_GATHER, results, options, task, num_tensors=len(pairs))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy every rank's tensor into a list on the root."""
@@ -343,13 +348,27 @@ class LocalGroup(dist.ProcessGroup):
 
     # -- how a call runs ---------------------------------------------------------------
 
-    def _submit(self, op: Op, results: Tensors, options: Any, task: Callable[[float], None]) -> LocalWork:
+    def _submit(
+        self,
+        op: Op,
+        results: Tensors,
+        options: Any,
+        task: Callable[[float], None],
+        *,
+        num_tensors: int = 1,
+    ) -> LocalWork:
         secs = options.timeout.total_seconds()
         if secs <= 0:  # c10d's way to say that none was given
             secs = self._timeout_secs
-        is_async = getattr(options, "asyncOp", True)
         work = self.engine.work_for(arguments.words(op), results)
-        self._lane.submit(work, lambda: work.run(task, secs), is_async=is_async)
+
+        def run() -> None:
+            if num_tensors > 1:  # a rank with one tensor differs from the others by its call
+                movements = self.engine.venue(torch.device("cpu"), 0).movements
+                movements.check_same_count(num_tensors, f"coalesced {arguments.words(op)}", secs)
+            work.run(task, secs)
+
+        self._lane.submit(work, run, is_async=getattr(options, "asyncOp", True))
         return work
 
     def _venue(self, part: torch.Tensor) -> Venue:

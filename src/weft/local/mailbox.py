@@ -37,6 +37,7 @@ _RING_BYTES = _NOTES_AT + _RING_NOTES * _NOTE_BYTES
 _PARCEL_HEADER_BYTES = 64
 _TAKEN = 1
 ANY_SOURCE = -1
+_undelivered: list[Segment] = []  # of groups that this process has left
 
 
 def mailbox_num_bytes(size: int) -> int:
@@ -158,6 +159,11 @@ class Mailbox:
         parcel = own_segment(num_bytes)
         self._parcels.append(parcel)
         return parcel
+
+    def close(self) -> None:
+        """Keep what nobody has received yet where its receiver finds it, while this process lives."""
+        _undelivered[:] = [parcel for parcel in _undelivered if parcel.memory[0] != _TAKEN]
+        _undelivered.extend(parcel for parcel in self._parcels if parcel.memory[0] != _TAKEN)
 
     # -- receiving ----------------------------------------------------------------
 

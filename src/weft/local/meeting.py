@@ -119,6 +119,15 @@ class Meeting:
         members = self.roster.members
         return [members[peer].global_rank for peer in range(self.size) if calls[peer] != usual]
 
+    def late_ranks(self) -> list[int]:
+        """The ranks, of the world, that have not come as far as this one."""
+        here = self.board.phase(self.rank)
+        return [
+            self.roster.members[peer].global_rank
+            for peer in self.roster.others
+            if self.board.phase(peer) < here
+        ]
+
     def fail(self, reason: str, blamed: int | None = None) -> None:
         """Close the group for every rank, for this reason."""
         self.board.set_state(RankState.FAILED, reason, self.rank if blamed is None else blamed)

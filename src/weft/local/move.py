@@ -133,17 +133,35 @@ class Movements:
         return outs.tolist()
 
     def _check_splits(self, given: list[list[int]], wanted: list[list[int]]) -> None:
-        members = self._meeting.roster.members
-        for source, row in enumerate(given):
-            for target, count in enumerate(row):
-                if count != wanted[target][source]:
-                    here, there = members[source].global_rank, members[target].global_rank
-                    raise DesyncError(
-                        f"all_to_all: rank {here} gives {count} elements to rank {there}, which has room for "
-                        f"{wanted[target][source]}. Make the input splits of one the output splits of the "
-                        "other. No data was moved.",
-                        [here, there],
-                    )
+        size = self._meeting.size
+        odd = {
+            rank
+            for source in range(size)
+            for target in range(size)
+            if given[source][target] != wanted[target][source]
+            for rank in (source, target)
+        }
+        if odd:
+            rows = [f"gives {given[rank]} elements, has room for {wanted[rank]}" for rank in range(size)]
+            raise DesyncError(
+                f"all_to_all: what ranks give and what ranks have room for don't fit: {self.by_rank(rows)}. "
+                "The input splits of one rank must be the output splits of the others. No data was moved.",
+                [self._meeting.roster.members[rank].global_rank for rank in sorted(odd)],
+            )
+
+    def by_rank(self, rows: Sequence[object]) -> str:
+        """What each rank said, for an error."""
+        roster = self._meeting.roster
+        return "; ".join(f"{roster.name(rank)} {row}" for rank, row in enumerate(rows))
+
+    def check_same_count(self, count: int, what: str, timeout_secs: float) -> None:
+        """Raise DesyncError on every rank if they bring different counts of something."""
+        rows = [row[0] for row in self.exchange_counts([count], timeout_secs)]
+        if len(set(rows)) > 1:
+            raise DesyncError(
+                f"{what}: ranks bring different numbers of tensors: "
+                f"{self.by_rank([f'brings {row}' for row in rows])}. No data was moved."
+            )
 
     def gather_uneven(
         self, tensor: torch.Tensor, numels: Sequence[int], timeout_secs: float

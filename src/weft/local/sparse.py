@@ -21,13 +21,17 @@ def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, ti
     movements = engine.venue(tensor.device, _SIZES_DIFFER).movements
     mine = tensor.detach().coalesce()
     rows = movements.exchange_counts([mine.sparse_dim(), mine.dim(), mine._nnz()], timeout_secs)
-    shapes = None
-    if len({tuple(row[:2]) for row in rows}) == 1:
-        shapes = movements.exchange_counts(list(mine.shape), timeout_secs)
-    if shapes is None or any(shape != shapes[0] for shape in shapes):
+    found: list[list[int]] = [row[:2] for row in rows]
+    is_alike = all(row == found[0] for row in found)
+    if is_alike:
+        found = movements.exchange_counts(list(mine.shape), timeout_secs)
+        is_alike = all(row == found[0] for row in found)
+        words = [f"brings shape {row}" for row in found]
+    else:
+        words = [f"brings {row[0]} sparse dimensions of {row[1]}" for row in found]
+    if not is_alike:
         raise DesyncError(
-            "all_reduce: the ranks' sparse tensors differ in shape or in their number of sparse dimensions: "
-            f"{shapes or [row[:2] for row in rows]}. No data was moved.",
+            f"all_reduce: the ranks' sparse tensors differ: {movements.by_rank(words)}. No data was moved."
         )
     entries = [row[2] for row in rows]
     indices = movements.gather_uneven(
@@ -46,7 +50,8 @@ def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, ti
     ).coalesce()
     if reduce_name == "AVG":
         total = total / engine.size
-    tensor.detach().copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)
 
 
 def _dense_numel(tensor: torch.Tensor) -> int:

@@ -56,8 +56,11 @@ class Waiter:
     def check_peers(self, what: Callable[[], str], needed: Collection[int]) -> None:
         """Raise PeerError if a rank died or failed, or left while it is still needed."""
         roster, board = self._roster, self._board
+        if board.state(roster.rank) == RankState.FAILED:  # another thread of this rank gave up
+            reason, blamed = board.reason(roster.rank)
+            self._fail(reason, roster.rank if blamed < 0 else blamed, what)
         for peer in roster.others:
-            if roster.is_dead(peer) and board.state(peer) != RankState.LEFT:
+            if roster.is_dead(peer) and board.state(peer) in (RankState.ABSENT, RankState.OPEN):
                 self._fail(f"{roster.name(peer)} (pid {roster.members[peer].pid}) died", peer, what)
         for peer in roster.others:
             state = board.state(peer)

@@ -19,6 +19,8 @@ from torch.futures import Future
 
 from weft.errors import PeerTimeoutError
 
+_CLOSE_SECS = 1.0
+
 
 class LocalWork(dist.Work):
     """One collective under way, or done."""
@@ -79,7 +81,12 @@ class LocalWork(dist.Work):
             done = self._done
         secs = timeout.total_seconds() if timeout is not None else 0.0
         if not done.wait(secs if secs > 0 else None):
-            raise PeerTimeoutError(f"{self._words} was not done within {secs} s; it goes on.")
+            late = self.lane.late_ranks() if self.lane is not None else []
+            raise PeerTimeoutError(
+                f"{self._words} was not done within {secs:g} s. Not arrived: ranks {late}. It goes on; wait "
+                "again for it, or look at what these ranks do.",
+                late,
+            )
 
     def is_completed(self) -> bool:
         """Whether the work is done, well or not."""
@@ -126,8 +133,9 @@ class Lane:
     then takes it over together with the works before it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, late_ranks: Callable[[], list[int]]) -> None:
         self._name = name
+        self.late_ranks = late_ranks  # those that the work under way waits for
         self._executing = threading.Lock()  # held while a work runs
         self._waiting: deque[tuple[LocalWork, Callable[[], None]]] = deque()
         self._bell = threading.Semaphore(0)
@@ -168,18 +176,29 @@ class Lane:
                 if self._waiting:
                     _run(*self._waiting.popleft())
 
-    def close(self) -> None:
-        """Run what is waiting, then end the lane's thread."""
+    def close(self, abort: Callable[[str], None]) -> None:
+        """Let the works under way end, then the lane's thread.
+
+        Works that are not done within a second, since a peer doesn't come, are aborted.
+        """
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        with self._executing:
-            while self._waiting:
-                _run(*self._waiting.popleft())
-            self._is_closed = True
+        drained = LocalWork("close", [])
+        self.submit(drained, _nothing, is_async=True)
+        try:
+            drained.wait(timedelta(seconds=_CLOSE_SECS))
+        except PeerTimeoutError:
+            abort("it was destroyed while collectives were under way")
+            drained.wait()
+        self._is_closed = True
         self._bell.release()
         thread.join()
         self._thread = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run(work: LocalWork, task: Callable[[], None]) -> None:
