@@ -113,11 +113,7 @@ class Meeting:
         )
 
     def _odd_ones(self, slot: int) -> list[int]:
-        """The ranks whose call differs from that of most."""
-        calls = [self.board.signature(peer, slot) for peer in range(self.size)]
-        usual = max(calls, key=calls.count)
-        members = self.roster.members
-        return [members[peer].global_rank for peer in range(self.size) if calls[peer] != usual]
+        return self.roster.odd_ones([self.board.signature(peer, slot) for peer in range(self.size)])
 
     def late_ranks(self) -> list[int]:
         """The ranks, of the world, that have not come as far as this one."""
@@ -128,9 +124,10 @@ class Meeting:
             if self.board.phase(peer) < here
         ]
 
-    def fail(self, reason: str, blamed: int | None = None) -> None:
-        """Close the group for every rank, for this reason."""
-        self.board.set_state(RankState.FAILED, reason, self.rank if blamed is None else blamed)
+    def fail(self, reason: str) -> None:
+        """Close the group for every rank, for this reason. The first reason stays."""
+        if self.board.state(self.rank) != RankState.FAILED:
+            self.board.set_state(RankState.FAILED, reason, self.rank)
 
     def leave(self, why: str) -> None:
         """Say that this rank takes part no more."""

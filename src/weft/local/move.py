@@ -154,13 +154,18 @@ class Movements:
         roster = self._meeting.roster
         return "; ".join(f"{roster.name(rank)} {row}" for rank, row in enumerate(rows))
 
+    def odd_ones(self, told: Sequence[object]) -> list[int]:
+        """The ranks, of the world, that say something else than most."""
+        return self._meeting.roster.odd_ones(told)
+
     def check_same_count(self, count: int, what: str, timeout_secs: float) -> None:
         """Raise DesyncError on every rank if they bring different counts of something."""
         rows = [row[0] for row in self.exchange_counts([count], timeout_secs)]
         if len(set(rows)) > 1:
             raise DesyncError(
                 f"{what}: ranks bring different numbers of tensors: "
-                f"{self.by_rank([f'brings {row}' for row in rows])}. No data was moved."
+                f"{self.by_rank([f'brings {row}' for row in rows])}. No data was moved.",
+                self.odd_ones(rows),
             )
 
     def gather_uneven(

@@ -71,6 +71,13 @@ class Roster:
         ranks = sorted(self.members[peer].global_rank for peer in peers)
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
+    def odd_ones(self, told: Sequence[object]) -> list[int]:
+        """The ranks, of the world, that say something else than most."""
+        usual = max(told, key=told.count)
+        return [
+            member.global_rank for member, entry in zip(self.members, told, strict=True) if entry != usual
+        ]
+
     def condition(self, peer: int) -> str:
         """A word on a peer that is late: stopped by a signal, or running."""
         member = self.members[peer]

@@ -31,7 +31,8 @@ def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, ti
         words = [f"brings {row[0]} sparse dimensions of {row[1]}" for row in found]
     if not is_alike:
         raise DesyncError(
-            f"all_reduce: the ranks' sparse tensors differ: {movements.by_rank(words)}. No data was moved."
+            f"all_reduce: the ranks' sparse tensors differ: {movements.by_rank(words)}. No data was moved.",
+            movements.odd_ones(words),
         )
     entries = [row[2] for row in rows]
     indices = movements.gather_uneven(
