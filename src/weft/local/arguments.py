@@ -44,6 +44,8 @@ def only(items: Sequence[T], op: Op) -> T:
 
 def dense(tensor: torch.Tensor, op: Op) -> torch.Tensor:
     """The tensor, if its memory can be moved as it is."""
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        return tensor
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"{words(op)}: a tensor of layout {tensor.layout} can't be moved. Only all_reduce takes sparse "

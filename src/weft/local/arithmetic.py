@@ -29,10 +29,29 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_TOP_BIT = -(2**63)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 REDUCE_NUMBER = {name: number for number, name in enumerate(_COMBINE, start=1)}
 REDUCE_NAME = {number: name for name, number in REDUCE_NUMBER.items()}
+
+
+def _minimum_of_uint64(one: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    signed, other_signed = one.view(torch.int64), other.view(torch.int64)
+    # With the top bit flipped, signed numbers are ordered as the unsigned ones are.
+    is_less = (signed ^ _TOP_BIT) < (other_signed ^ _TOP_BIT)
+    torch.where(is_less, signed, other_signed, out=out.view(torch.int64))
+    return out
+
+
+def _maximum_of_uint64(one: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    signed, other_signed = one.view(torch.int64), other.view(torch.int64)
+    is_less = (signed ^ _TOP_BIT) < (other_signed ^ _TOP_BIT)
+    torch.where(is_less, other_signed, signed, out=out.view(torch.int64))
+    return out
+
+
+_UINT64_ORDER: dict[str, Callable[..., torch.Tensor]] = {"MIN": _minimum_of_uint64, "MAX": _maximum_of_uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +108,11 @@ def plan_fold(name: str, dtype: torch.dtype, size: int) -> Fold:
         raise ConfigError("reduce op AVG has no meaning for bool; reduce uint8 or float instead.")
     if name == "PREMUL_SUM" and not is_number_like:
         raise ConfigError(f"reduce op PREMUL_SUM needs floats or complex numbers, got {_words(dtype)}.")
-    if dtype is torch.uint64 and name not in ("SUM", "PRODUCT", *_BITWISE):
-        raise ConfigError(f"reduce op {name} has no meaning for uint64 here: torch has no arithmetic for it.")
+    if dtype is torch.uint64 and name == "AVG":
+        raise ConfigError("reduce op AVG can't be computed for uint64: torch has no division for it.")
     return Fold(
         name=name,
-        combine=_COMBINE[name],
+        combine=_UINT64_ORDER[name] if dtype is torch.uint64 and name in _UINT64_ORDER else _COMBINE[name],
         dtype=dtype,
         wide_dtype=_wide_dtype(name, dtype, size),
         divisor=size if name == "AVG" else 1,
@@ -126,16 +145,20 @@ def _wide_dtype(name: str, dtype: torch.dtype, size: int) -> torch.dtype:
     return dtype
 
 
+_NAME_OF_KIND: dict[object, str] = {getattr(ReduceOp.RedOpType, name): name for name in _COMBINE}
+
+
 def resolve_reduce_op(op: object) -> tuple[str, float]:
     """The name of a c10d reduce op, and its factor (PREMUL_SUM's; 1 otherwise)."""
+    kind, factor = op, None
     if isinstance(op, ReduceOp):
         # __getstate__ is the one form of a ReduceOp's parts that torch 2.11 to 2.13 share.
         kind, factor = cast("tuple[object, object]", op.__getstate__())
-    else:
-        kind, factor = op, None
-    name = str(getattr(kind, "name", kind))
-    if name not in _COMBINE:
+    name = _NAME_OF_KIND.get(kind)
+    if name is None:
         raise ConfigError(f"unknown reduce op {op!r}; the local group has {', '.join(_COMBINE)}.")
+    if factor is None:
+        return name, 1.0
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
             raise ConfigError(
@@ -143,7 +166,7 @@ def resolve_reduce_op(op: object) -> tuple[str, float]:
                 f"{tuple(factor.shape)}."
             )
         factor = factor.item()
-    return name, 1.0 if factor is None else float(cast("float", factor))
+    return name, float(cast("float", factor))
 
 
 def _words(dtype: torch.dtype) -> str:

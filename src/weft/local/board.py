@@ -71,10 +71,6 @@ class Signature(NamedTuple):
     numel: int
     number: int  # how many collectives this group did before
 
-    def pack(self) -> bytes:
-        """As the bytes that ranks compare."""
-        return _SIGNATURE.pack(*self)
-
 
 class Place(NamedTuple):
     """Where a rank's tensor lies, on which GPU, and the factor it is to be multiplied by."""
@@ -185,6 +181,8 @@ class Board:
         self.wake_everyone()
 
     # -- calls ----------------------------------------------------------------
+
+    pack = staticmethod(_SIGNATURE.pack)  # a Signature's fields as the bytes that ranks compare
 
     def post(self, slot: int, signature: bytes, place: Place) -> None:
         """Write what this rank calls and where its tensor lies into its slot."""

@@ -26,7 +26,7 @@ from weft.local.cuda_driver import HANDLE_BYTES, DeviceBuffer
 from weft.local.memory import Share, plan_share, segment_place
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, own_segment
-from weft.local.windows import TensorWindow, Window
+from weft.local.windows import Scratch, TensorWindow, Window
 from weft.local.work import LocalWork
 
 # One piece, whatever the size: a GPU needs no cache-sized pieces.
@@ -55,6 +55,7 @@ class CudaMemory:
     def __init__(self, roster: Roster, device: torch.device) -> None:
         self._roster = roster
         self._device = device
+        self.scratch = Scratch(device)
         self._mapped = MappedSegments()
         self.stream = torch.cuda.Stream(device)  # for collectives that overlap with the caller's
         uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -139,7 +140,9 @@ class CudaMemory:
         else:
             memory = self._open(self._mapped.get(place.segment(member.pid), member.global_rank))
         tensor = memory[place.start :][: numel * dtype.itemsize].view(dtype)
-        return TensorWindow(tensor, _PIECE_BYTES) if tensor.device == self._device else _FarWindow(tensor)
+        if tensor.device == self._device:
+            return TensorWindow(tensor, _PIECE_BYTES)
+        return _FarWindow(tensor, self.scratch)
 
     def _open(self, page: Segment) -> torch.Tensor:
         key = (page.name.pid, page.name.segment_id)
@@ -171,12 +174,18 @@ class CudaMemory:
 class _FarWindow:
     """A window on the memory of another GPU, which is copied here before it is computed with."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, scratch: Scratch) -> None:
         self._tensor = tensor  # 1D
+        self._scratch = scratch
 
-    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
-        """The elements, copied into `scratch`."""
-        return scratch[: hi - lo].copy_(self._tensor[lo:hi], non_blocking=True)
+    def read(self, lo: int, hi: int) -> torch.Tensor:
+        """The elements, copied into scratch memory."""
+        out = self._scratch.get("read", self._tensor.dtype, hi - lo)
+        return out.copy_(self._tensor[lo:hi], non_blocking=True)
+
+    def read_kept(self, lo: int, hi: int, kept: torch.Tensor) -> torch.Tensor:
+        """The elements, copied into `kept`."""
+        return kept.copy_(self._tensor[lo:hi], non_blocking=True)
 
     def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
         """Copy the elements."""

@@ -67,7 +67,8 @@ class DeviceBuffer(NamedTuple):
         array = _DeviceArray(self.address, self.num_bytes)
         if on_dropped is not None:
             weakref.finalize(array, on_dropped).atexit = False
-        return torch.as_tensor(array, device=self.device)
+        with torch.inference_mode(False):  # it must be writable in that mode and outside of it
+            return torch.as_tensor(array, device=self.device)
 
 
 def new_buffer(num_bytes: int, device: torch.device) -> DeviceBuffer:

@@ -52,7 +52,7 @@ class Flat:
     def __enter__(self) -> torch.Tensor:
         tensor, flat = self._tensor, self._flat
         if not self._is_copy:
-            return tensor.view(-1)
+            return tensor if tensor.dim() == 1 else tensor.view(-1)
         if flat is None:
             flat = self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         if self._is_read:

@@ -74,17 +74,16 @@ class Meeting:
         self.check_open()
         number, slot = self._number, self._number & 1
         dtype = 0 if call.dtype is None else dtype_number(call.dtype, memory.device_number)
-        signature = Signature(call.op, call.reduce_number, dtype, call.root, call.numel, number)
-        round_ = Round(self, call, memory, tensor, signature, slot, time.monotonic() + timeout_secs)
-        packed = signature.pack()
         board = self.board
+        signature = board.pack(call.op, call.reduce_number, dtype, call.root, call.numel, number)
+        round_ = Round(self, call, memory, tensor, number, time.monotonic() + timeout_secs)
         try:
             place = _NOWHERE
             if tensor is not None:
                 place = memory.expose(tensor, slot, call.own, may_inline=call.may_inline)
             if call.factor != 1.0 or memory.gpu:
                 place = place._replace(factor=call.factor, gpu=memory.gpu)
-            board.post(slot, packed, place)
+            board.post(slot, signature, place)
             # Counted only now: a call that could not even be posted changed nothing.
             self._number += 1
             memory.finish_writes()
@@ -95,7 +94,7 @@ class Meeting:
             self.fail(f"{type(error).__name__} in {round_.words()}: {error}")
             raise
         for peer in self.roster.others:
-            if not board.same_call(peer, slot, packed):
+            if not board.same_call(peer, slot, signature):
                 raise DesyncError(self._differences(slot), self._odd_ones(slot))
         if memory.gpu:
             memory.learn_gpus([board.place(peer, slot).gpu for peer in range(self.size)])
@@ -140,7 +139,7 @@ class Meeting:
 class Round:
     """One collective after its `meet`. A context: leaving it parts the ranks."""
 
-    __slots__ = ("_meeting", "_memory", "_signature", "_slot", "call", "deadline", "is_inline", "tensor")
+    __slots__ = ("_meeting", "_memory", "_number", "_slot", "call", "deadline", "is_inline", "tensor")
 
     def __init__(
         self,
@@ -148,14 +147,13 @@ class Round:
         call: Call,
         memory: Memory,
         tensor: torch.Tensor | None,
-        signature: Signature,
-        slot: int,
+        number: int,
         deadline: float,
     ) -> None:
         self._meeting = meeting
         self._memory = memory
-        self._signature = signature
-        self._slot = slot
+        self._number = number
+        self._slot = number & 1
         self.deadline = deadline
         self.call = call
         self.tensor = tensor
@@ -165,7 +163,10 @@ class Round:
 
     def words(self) -> str:
         """The call in words."""
-        return describe(self._signature, REDUCE_NAME)
+        call = self.call
+        dtype = 0 if call.dtype is None else dtype_number(call.dtype, self._memory.device_number)
+        signature = Signature(call.op, call.reduce_number, dtype, call.root, call.numel, self._number)
+        return describe(signature, REDUCE_NAME)
 
     def place(self, peer: int) -> Place:
         """Where the peer's tensor lies."""

@@ -23,7 +23,7 @@ from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind
 from weft.local.kernel import RemoteMemory
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
-from weft.local.windows import RemoteWindow, TensorWindow, Window, copy_in_pieces
+from weft.local.windows import RemoteWindow, Scratch, TensorWindow, Window, copy_in_pieces
 
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
 PIECE_BYTES = 256 * 1024
@@ -36,6 +36,7 @@ class Memory(Protocol):
     """Where tensors of one device lie, for the length of one collective."""
 
     piece_bytes: int
+    scratch: Scratch
     device_number: int  # of the kind of device, for signatures
     gpu: int  # a number of the GPU that is the same in every process; 0 on the CPU
 
@@ -86,6 +87,7 @@ class CpuMemory:
         self._board = board
         self._roster = roster
         self._is_direct = is_direct  # every rank may read every other's memory
+        self.scratch = Scratch(torch.device("cpu"))
         self._mapped = MappedSegments()
         self._remote = [RemoteMemory(member.pid, member.global_rank) for member in roster.members]
         self._allocated: dict[int, SegmentName] = {}  # by the storage's address
@@ -111,10 +113,11 @@ class CpuMemory:
             self._board.inline(self._board.rank, slot, tensor.dtype)[: tensor.numel()].copy_(tensor)
             return _INLINE
         address = tensor.data_ptr()
-        base = tensor.untyped_storage().data_ptr()
-        name = self._allocated.get(base)
-        if name is not None:
-            return segment_place(name, address - base)
+        if self._allocated:
+            base = tensor.untyped_storage().data_ptr()
+            name = self._allocated.get(base)
+            if name is not None:
+                return segment_place(name, address - base)
         if self._is_direct:
             return Place(PlaceKind.ADDRESS, start=address)
         staging = self._staging_of(num_bytes)
@@ -146,7 +149,7 @@ class CpuMemory:
         elif member.is_thread_here:
             shared = tensor_at(place.start, num_bytes)
         else:
-            return RemoteWindow(self._remote[peer], place.start, dtype.itemsize)
+            return RemoteWindow(self._remote[peer], place.start, dtype, self.scratch)
         return TensorWindow(shared[:num_bytes].view(dtype), PIECE_BYTES)
 
     def plan_share(self, numel: int, size: int, rank: int) -> Share:

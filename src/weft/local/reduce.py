@@ -16,7 +16,7 @@ from weft.local.arithmetic import REDUCE_NUMBER, Fold
 from weft.local.calls import Op
 from weft.local.meeting import Call, Meeting, Round
 from weft.local.memory import Memory, Share
-from weft.local.windows import Window
+from weft.local.windows import Scratch, Window
 
 
 def plan_pieces(lo: int, hi: int, piece_numel: int) -> Iterator[tuple[int, int]]:
@@ -31,7 +31,6 @@ class Reductions:
     def __init__(self, meeting: Meeting, memory: Memory) -> None:
         self._meeting = meeting
         self._memory = memory
-        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def all_reduce(self, tensor: torch.Tensor, fold: Fold, factor: float, timeout_secs: float) -> None:
         """Fold every rank's flat tensor into every rank's."""
@@ -40,9 +39,9 @@ class Reductions:
         own = self._memory.plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
         call = _reduce_call(Op.ALL_REDUCE, tensor, fold, factor, own, is_written=True)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
-            folding = _Folding(self, round_, fold, tensor.numel())
+            folding = _Folding(self._memory.scratch, round_, fold, tensor.numel())
             if round_.is_inline:
-                tensor.copy_(folding.piece(0, tensor.numel(), tensor))
+                folding.piece_into(0, tensor.numel(), tensor, tensor)
                 return None
             for start, end in plan_pieces(*own, self._piece_numel(tensor)):
                 here = tensor[start:end]
@@ -59,10 +58,10 @@ class Reductions:
         own = self._memory.plan_share(tensor.numel(), self._meeting.size, self._meeting.rank)
         call = _reduce_call(Op.REDUCE, tensor, fold, factor, own, is_written=is_root, root=root)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
-            folding = _Folding(self, round_, fold, tensor.numel())
+            folding = _Folding(self._memory.scratch, round_, fold, tensor.numel())
             if round_.is_inline:
                 if is_root:
-                    tensor.copy_(folding.piece(0, tensor.numel(), tensor))
+                    folding.piece_into(0, tensor.numel(), tensor, tensor)
                 return None
             for start, end in plan_pieces(*own, self._piece_numel(tensor)):
                 here = tensor[start:end]
@@ -85,7 +84,7 @@ class Reductions:
         own = (start_of_part, start_of_part + numel)
         call = _reduce_call(Op.REDUCE_SCATTER, tensor, fold, factor, own)
         with self._meeting.meet(call, self._memory, tensor, timeout_secs) as round_:
-            folding = _Folding(self, round_, fold, tensor.numel())
+            folding = _Folding(self._memory.scratch, round_, fold, tensor.numel())
             for start, end in plan_pieces(0, numel, self._piece_numel(tensor)):
                 there = (start_of_part + start, start_of_part + end)
                 folding.piece_into(*there, tensor[slice(*there)], out[start:end])
@@ -98,23 +97,20 @@ class Reductions:
     def _piece_numel(self, tensor: torch.Tensor) -> int:
         return max(1, self._memory.piece_bytes // tensor.element_size())
 
-    def scratch(self, dtype: torch.dtype, which: int, numel: int, device: torch.device) -> torch.Tensor:
-        """A buffer of at least `numel` elements, kept for the next call."""
-        buffer = self._scratch.get((dtype, which))
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._scratch[dtype, which] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel]
-
 
 class _Folding:
     """The folding of one round: reads every rank's pieces, in rank order."""
 
-    def __init__(self, reductions: Reductions, round_: Round, fold: Fold, numel: int) -> None:
-        self._reductions = reductions
+    __slots__ = ("_by_rank", "_factors", "_fold", "_is_simple", "_scratch", "peers")
+
+    def __init__(self, scratch: Scratch, round_: Round, fold: Fold, numel: int) -> None:
+        self._scratch = scratch
         self._fold = fold
         self._by_rank: Sequence[Window | None] = round_.windows(numel)
         self.peers = [window for window in self._by_rank if window is not None]
-        self._factors = round_.factors() if fold.is_scaled else [1.0] * len(self._by_rank)
+        self._factors = round_.factors() if fold.is_scaled else None
+        # Two ranks: the operators are commutative, so the order can't show.
+        self._is_simple = len(self.peers) == 1 and fold.is_plain
 
     def window(self, rank: int) -> Window:
         """A peer's window."""
@@ -124,20 +120,32 @@ class _Folding:
 
     def piece_into(self, lo: int, hi: int, own: torch.Tensor, out: torch.Tensor) -> None:
         """Fold elements lo..hi of every rank into `out`; `own` are this rank's."""
-        if self._fold.is_plain and len(self.peers) == 1:
-            # Two ranks: the operators are commutative, so the order can't show.
-            scratch = self._reductions.scratch(own.dtype, 0, hi - lo, own.device)
-            self._fold.combine(own, self.peers[0].read(lo, hi, scratch), out=out)
+        if self._is_simple:
+            self._fold.combine(own, self.peers[0].read(lo, hi), out=out)
+        elif self._fold.is_plain:
+            self._plain_piece_into(lo, hi, own, out)
         else:
             out.copy_(self.piece(lo, hi, own))
 
+    def _plain_piece_into(self, lo: int, hi: int, own: torch.Tensor, out: torch.Tensor) -> None:
+        """The same with the fewest passes over memory. `out` may be `own`: it is written last."""
+        total = self._scratch.get("total", own.dtype, hi - lo)
+        first, *rest = self._by_rank
+        so_far = own
+        if first is not None:
+            so_far = first.read_kept(lo, hi, total)
+        for window in rest:
+            part = own if window is None else window.read(lo, hi)
+            target = out if window is rest[-1] else total
+            so_far = self._fold.combine(so_far, part, out=target)
+
     def piece(self, lo: int, hi: int, own: torch.Tensor) -> torch.Tensor:
-        """Fold elements lo..hi of every rank into a scratch buffer, and return that."""
+        """Fold elements lo..hi of every rank into scratch memory, and return that."""
         fold = self._fold
-        scratch = self._reductions.scratch(own.dtype, 0, hi - lo, own.device)
-        total = self._reductions.scratch(fold.wide_dtype, 1, hi - lo, own.device)
-        for rank, (window, factor) in enumerate(zip(self._by_rank, self._factors, strict=True)):
-            part = own if window is None else window.read(lo, hi, scratch)
+        total = self._scratch.get("total", fold.wide_dtype, hi - lo)
+        for rank, window in enumerate(self._by_rank):
+            part = own if window is None else window.read(lo, hi)
+            factor = 1.0 if self._factors is None else self._factors[rank]
             if rank == 0:
                 fold.start(part, factor, total)
             else:

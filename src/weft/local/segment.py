@@ -43,7 +43,8 @@ class Segment:
         self.name = name
         self.memory = memory
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # 1D
+        with torch.inference_mode(False):  # it must be writable in that mode and outside of it
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # 1D
 
 
 def own_segment(num_bytes: int, *, is_reclaimed: bool = True) -> Segment:

@@ -14,11 +14,35 @@ import torch
 from weft.local.kernel import RemoteMemory
 
 
+class Scratch:
+    """Buffers of a device that are used again by every collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, purpose: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The purpose's buffer, of `numel` elements. Its content is whatever it was."""
+        buffer = self._buffers.get((purpose, dtype))
+        if buffer is None or buffer.numel() < numel:
+            with torch.inference_mode(False):  # it must be writable in that mode and outside of it
+                buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            self._buffers[purpose, dtype] = buffer
+        return buffer if buffer.numel() == numel else buffer[:numel]
+
+
 class Window(Protocol):
     """Elements of a peer's flat tensor."""
 
-    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements lo..hi: in place where they can be read, else copied into `scratch`."""
+    def read(self, lo: int, hi: int) -> torch.Tensor:
+        """Elements lo..hi, in place where they can be read, else copied.
+
+        A copy is good until the next `read` from any window of the collective.
+        """
+        ...
+
+    def read_kept(self, lo: int, hi: int, kept: torch.Tensor) -> torch.Tensor:
+        """As `read`, but a copy is made into `kept`, where later reads leave it alone."""
         ...
 
     def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
@@ -39,7 +63,11 @@ class TensorWindow:
         self._tensor = tensor  # 1D
         self._copy_numel = copy_bytes // tensor.itemsize
 
-    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
+    def read(self, lo: int, hi: int) -> torch.Tensor:
+        """The elements themselves: no copy."""
+        return self._tensor[lo:hi]
+
+    def read_kept(self, lo: int, hi: int, kept: torch.Tensor) -> torch.Tensor:
         """The elements themselves: no copy."""
         return self._tensor[lo:hi]
 
@@ -55,18 +83,25 @@ class TensorWindow:
 class RemoteWindow:
     """A window on the memory of another process, through the kernel."""
 
-    __slots__ = ("_address", "_itemsize", "_memory")
+    __slots__ = ("_address", "_dtype", "_itemsize", "_memory", "_scratch")
 
-    def __init__(self, memory: RemoteMemory, address: int, itemsize: int) -> None:
+    def __init__(self, memory: RemoteMemory, address: int, dtype: torch.dtype, scratch: Scratch) -> None:
         self._memory = memory
         self._address = address
-        self._itemsize = itemsize
+        self._dtype = dtype
+        self._itemsize = dtype.itemsize
+        self._scratch = scratch
 
-    def read(self, lo: int, hi: int, scratch: torch.Tensor) -> torch.Tensor:
-        """The elements, copied into `scratch`."""
-        out = scratch[: hi - lo]
+    def read(self, lo: int, hi: int) -> torch.Tensor:
+        """The elements, copied into scratch memory."""
+        out = self._scratch.get("read", self._dtype, hi - lo)
         self.read_into(lo, hi, out)
         return out
+
+    def read_kept(self, lo: int, hi: int, kept: torch.Tensor) -> torch.Tensor:
+        """The elements, copied into `kept`."""
+        self.read_into(lo, hi, kept)
+        return kept
 
     def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
         """One copy, made by the kernel."""
