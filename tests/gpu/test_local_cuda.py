@@ -100,7 +100,9 @@ def check_streams() -> None:
     for numel in (10_000, 2_000_000):
         for turn in range(20):
             with torch.cuda.stream(side):
-                torch.cuda._sleep(2_000_000)  # the GPU is busy: an unordered collective would read stale numbers
+                torch.cuda._sleep(
+                    2_000_000
+                )  # the GPU is busy: an unordered collective would read stale numbers
                 tensor = torch.full((numel,), float(turn), device="cuda")
                 handle = weft.comm.all_reduce(tensor)
                 handle.wait()

@@ -18,7 +18,7 @@ from weft.comm.collectives import (
     reduce_scatter_tensor_coalesced,
     scatter,
 )
-from weft.comm.desync import DesyncCheck, desync_check
+from weft.comm.desync import DesyncCheck, desync_check, install_desync_check
 from weft.comm.group import allocate
 from weft.comm.handle import Handle
 from weft.comm.messages import exchange, recv, send
@@ -53,6 +53,7 @@ __all__ = [
     "exchange",
     "gather",
     "gather_object",
+    "install_desync_check",
     "install_watcher",
     "record",
     "recv",

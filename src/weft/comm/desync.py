@@ -101,6 +101,12 @@ def desync_check(timeout: float = 60.0) -> Generator[None]:
         remove_watcher(check)
 
 
+def install_desync_check() -> None:
+    """Compare every call of this process from now on. Harmless when called again."""
+    if not any(isinstance(watcher, DesyncCheck) for watcher in current_watchers()):
+        install_watcher(DesyncCheck())
+
+
 _is_environment_read = False
 
 
@@ -110,5 +116,5 @@ def watchers_in_force() -> tuple[Watcher, ...]:
     if not _is_environment_read:
         _is_environment_read = True
         if os.environ.get(ENVIRONMENT_VARIABLE, "0") not in ("", "0"):
-            install_watcher(DesyncCheck())
+            install_desync_check()
     return current_watchers()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
+from weft.comm import desync_check as checking
 from weft.launcher.backends import check_backend, default_local_backend
 from weft.launcher.options import check_function, check_kind, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
@@ -23,6 +25,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     collective_timeout: float = 300.0,
     grace: float = 5.0,
+    desync_check: bool = False,
 ) -> list[Any]:
     """Run `fn(*args, **kwargs)` on each of `ranks` ranks and return the results by rank.
 
@@ -38,6 +41,7 @@ def launch(
     `timeout`: seconds for the whole run, from the moment that all ranks are ready; None for no limit.
     `collective_timeout`: seconds that one collective may wait for its peers.
     `grace`: seconds that ranks get to end by themselves after another has failed.
+    `desync_check`: compare every collective of weft.comm between ranks before it moves data.
 
     Raises LaunchError, with every rank's traceback, when a rank raises or dies; the first cause leads
     and is the `__cause__`. Ranks still running after the grace are killed, and the error says where they
@@ -51,6 +55,8 @@ def launch(
     check_timeouts("launch", timeout=timeout, collective_timeout=collective_timeout, grace=grace)
     backend = backend or default_local_backend()
     check_backend(backend, "launch")
+    if desync_check:
+        fn = partial(_run_checked, fn)
     if kind == "thread":
         return run_threads(
             lambda: fn(*args, **(kwargs or {})),
@@ -63,3 +69,8 @@ def launch(
     call = encode_call(fn, args, kwargs or {})  # before a process is started: what can't be pickled ends here
     with RankPool(ranks, grace=grace) as pool:
         return pool.run_encoded(call, backend=backend, timeout=timeout, collective_timeout=collective_timeout)
+
+
+def _run_checked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with checking():
+        return fn(*args, **kwargs)

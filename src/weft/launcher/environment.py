@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weft.comm import install_desync_check
 from weft.errors import ConfigError
 from weft.launcher.backends import check_backend, default_local_backend, is_same_backend
 from weft.launcher.options import check_timeouts
@@ -48,7 +49,7 @@ class RankVariables:
     local_size: int
 
 
-def init(backend: str | None = None, timeout: float = 300.0) -> World:
+def init(backend: str | None = None, timeout: float = 300.0, *, desync_check: bool = False) -> World:
     """Initialise torch.distributed for this process, if nobody has, and say who it is.
 
     Takes torchrun's environment where there is one; without one this is a world of one rank, which
@@ -57,6 +58,7 @@ def init(backend: str | None = None, timeout: float = 300.0) -> World:
     `backend`: as for init_process_group. By default "weft" where all ranks are on this host and it is
     Linux, else gloo for CPU tensors, and nccl for CUDA tensors where both are there.
     `timeout`: seconds that joining, and one collective, may wait for peers.
+    `desync_check`: compare every collective of weft.comm between ranks before it moves data.
 
     Raises ConfigError when the environment is incomplete, or when the world that is there has another
     backend than the one asked for.
@@ -71,6 +73,8 @@ def init(backend: str | None = None, timeout: float = 300.0) -> World:
             f"init: backend={backend!r} was asked for, but torch.distributed is already initialised with "
             f"{dist.get_backend()!r}. Leave the backend out, or call dist.destroy_process_group() first."
         )
+    if desync_check:
+        install_desync_check()
     return _current_world()
 
 
