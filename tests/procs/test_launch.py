@@ -86,7 +86,8 @@ def test_script_without_main_guard_and_session_without_a_file(way: str, tmp_path
         text=True,
         timeout=120,
     )
-    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
     assert finished.stdout.splitlines() == ["main runs", "done"]
 
 

@@ -1,9 +1,10 @@
 """The process-rank's own side: one interpreter, one loop, one job after another.
 
-A job gets a fresh default group over a store that the launcher hosts, so that
-the store outlives any rank and jobs never mix. Process-wide state that user code
-changes (modules, default dtype, environment) stays from job to job; the random
-generators start each job from the seed of a fresh process.
+A job gets a fresh default group over a store that the launcher hosts, so that it
+outlives any rank; each job has a corner of that store, so that jobs never mix.
+Process-wide state that user code changes (modules, default dtype, environment)
+stays from job to job; the random generators start each job from the seed of a
+fresh process.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import torch
 from weft.launcher.payload import decode_call, encode_exception, encode_result, publish_main
 from weft.launcher.report import exception_failure
 from weft.launcher.stacks import DUMP_SIGNAL
-from weft.launcher.stores import connect_store
+from weft.launcher.stores import connect_store, corner_of
 from weft.launcher.wire import (
     Failed,
     Idle,
     Job,
+    Meet,
     Message,
     Ready,
     Returned,
@@ -99,6 +101,10 @@ class RankChild:
 
     def serve(self) -> None:
         """Serve jobs until the launcher hangs up."""
+        meet = receive_message(self._control)
+        if not isinstance(meet, Meet):
+            return  # the launcher has given up
+        self._store = connect_store(meet.store_port)
         self._send(Ready())
         while (message := receive_message(self._control)) is not None:
             # A Finish here came after this rank had stopped waiting for it.
@@ -123,15 +129,15 @@ class RankChild:
         sys.argv[:] = job.argv
         if os.getcwd() != job.working_dir:
             os.chdir(job.working_dir)
-        os.environ["MASTER_PORT"] = str(job.store_port)
+        os.environ["MASTER_PORT"] = str(job.master_port)
         torch.manual_seed(self._fresh_seed)
 
     def _run(self, job: Job) -> bytes:
         timeout = timedelta(seconds=job.collective_timeout_secs)
         fn, args, kwargs = decode_call(job.call)
         publish_main(fn)
-        store = connect_store(job.store_port, timeout)
-        init_default_group(job.backend, store, self._rank, self._num_ranks, timeout)
+        corner = corner_of(self._store, job.store_corner, timeout)
+        init_default_group(job.backend, corner, self._rank, self._num_ranks, timeout)
         try:
             result = fn(*args, **kwargs)
         except SystemExit as exit_request:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +22,8 @@ from weft.launcher.options import check_function, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
 from weft.launcher.process import LOOK_SECS, RankProcess, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error
-from weft.launcher.stores import host_store
-from weft.launcher.wire import Job, Ready
+from weft.launcher.stores import Store, free_port, host_store
+from weft.launcher.wire import Job, Meet, Ready
 
 _START_SECS = 180.0
 _EXIT_SECS = 5.0
@@ -47,10 +46,16 @@ class RankPool:
             )
         self._lock = threading.Lock()
         self._grace_secs = grace
+        self._num_jobs = 0
+        self._store: Store | None = None
         self._processes: list[RankProcess] = []
         try:
             for rank in range(ranks):
                 self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks)))
+            # The launcher hosts the store, so that it outlives every rank.
+            self._store, port = host_store()
+            for process in self._processes:
+                process.send(Meet(port), _START_SECS)
             self._wait_ready()
         except BaseException:
             self.kill()
@@ -108,13 +113,13 @@ class RankPool:
                 raise StateError(
                     "RankPool.run: the pool is closed, or one of its ranks has died. Start another one."
                 )
-            # The launcher hosts the store, so that it outlives every rank; one a job, so that jobs never mix.
-            store, port = host_store(timedelta(seconds=collective_timeout))
+            self._num_jobs += 1
             job = Job(
                 call=call,
                 backend=backend,
                 collective_timeout_secs=collective_timeout,
-                store_port=port,
+                store_corner=f"job {self._num_jobs}",
+                master_port=free_port(),
                 sys_path=tuple(map(str, sys.path)),
                 argv=tuple(sys.argv),
                 working_dir=os.getcwd(),
@@ -126,7 +131,6 @@ class RankPool:
                 # Also after KeyboardInterrupt: ranks that are still at work have no one to report to.
                 if not job_run.all_idle:
                     self.kill()
-                del store
 
     def close(self) -> None:
         """Let the ranks exit in an orderly way, and kill those that do not."""
@@ -140,6 +144,7 @@ class RankPool:
 
     def kill(self) -> None:
         """Kill the ranks, whatever they are doing."""
+        self._store = None
         processes, self._processes = self._processes, []
         for process in processes:
             process.signal_kill()
@@ -190,10 +195,10 @@ def rank_environment(rank: int, ranks: int) -> dict[str, str]:
         WORLD_SIZE=str(ranks),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        # The launcher hosts the store: rank 0 must not try to when user code initialises from here again.
-        TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_ADDR="127.0.0.1",  # MASTER_PORT comes with each job
     )
+    # Under torchrun this says that its agent hosts the store; for our MASTER_PORT nobody does.
+    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // ranks)))
     return env

@@ -24,7 +24,7 @@ from weft.launcher.report import (
     stuck_failure,
 )
 from weft.launcher.stacks import format_thread
-from weft.launcher.stores import memory_store, share_store
+from weft.launcher.stores import corner_of, memory_store
 from weft.launcher.world import (
     RankWorld,
     abort_groups,
@@ -113,7 +113,8 @@ class ThreadRun:
             self._changed.notify_all()
 
     def _run_call(self, rank: int) -> object:
-        init_default_group(self._backend, share_store(self._store), rank, self._num_ranks, self._timeout)
+        corner = corner_of(self._store, "launch", self._timeout)
+        init_default_group(self._backend, corner, rank, self._num_ranks, self._timeout)
         try:
             return self._call()
         except SystemExit as exit_request:

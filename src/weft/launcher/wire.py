@@ -3,7 +3,8 @@
 A job goes through these messages, in this order:
 
     launcher                         rank
-       |  <------------- Ready --------  |   once, when the rank has started
+       |  --- Meet -------------------> |   once, while the rank starts
+       |  <------------- Ready --------  |   once, when it has started
        |  --- Job --------------------> |
        |  <--------- Returned | Failed - |   the function ended
        |  --- Finish ----------------> |   it has ended on every rank, or one failed
@@ -24,6 +25,13 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
+class Meet:
+    """Where the store is in which the ranks meet. Ranks start while the launcher is still making it."""
+
+    store_port: int
+
+
+@dataclass(frozen=True)
 class Ready:
     """The rank has imported torch and waits for jobs."""
 
@@ -35,7 +43,9 @@ class Job:
     call: bytes
     backend: str
     collective_timeout_secs: float
-    store_port: int
+    # The part of the store that is this job's alone, and a port for user code that makes its own.
+    store_corner: str
+    master_port: int
     # The launcher's own, so that the function finds modules, files and arguments as its caller would.
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
@@ -71,7 +81,7 @@ class Idle:
     """The rank's groups are gone; the next job may come."""
 
 
-Message = Ready | Job | Returned | Failed | Finish | Idle
+Message = Meet | Ready | Job | Returned | Failed | Finish | Idle
 
 
 class MessageReader:
