@@ -19,7 +19,6 @@ from weft.errors import ConfigError, StateError
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_PORTABLE = 1  # pinned for every context of the process
 
 
 class _IpcHandle(ctypes.Structure):
@@ -115,17 +114,3 @@ def _close(address: int, device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
-
-
-def pin(tensor: torch.Tensor) -> None:
-    """Let the GPU copy to and from host memory directly."""
-    num_bytes = ctypes.c_size_t(tensor.numel() * tensor.element_size())
-    torch.cuda.synchronize()  # makes the device's context this thread's
-    code = _driver().cuMemHostRegister_v2(ctypes.c_void_p(tensor.data_ptr()), num_bytes, _PORTABLE)
-    _check(code, "pinning shared memory")
-
-
-def unpin(tensors: Sequence[torch.Tensor]) -> None:
-    """Undo `pin`. To be called before the memory is unmapped."""
-    for tensor in tensors:
-        _driver().cuMemHostUnregister(ctypes.c_void_p(tensor.data_ptr()))

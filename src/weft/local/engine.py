@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,25 +17,21 @@ from weft.errors import ConfigError
 from weft.local.board import Board, RankState
 from weft.local.mailbox import Mailbox
 from weft.local.meeting import Meeting
-from weft.local.memory import CpuMemory
+from weft.local.memory import CpuMemory, Memory
 from weft.local.move import Movements
 from weft.local.reduce import Reductions
 from weft.local.roster import Roster
 from weft.local.segment import Segment
-from weft.local.venue import HOST_BYTES, DeviceVenue, HostVenue, PinnedBuffers, Venue
 from weft.local.work import LocalWork
-
-if TYPE_CHECKING:
-    from weft.local.cuda import CudaMemory
 
 
 @dataclass(frozen=True, slots=True)
-class _Gpu:
-    """What the engine has for one GPU."""
+class Device:
+    """What a rank has for the tensors of one device."""
 
-    memory: CudaMemory
-    venue: DeviceVenue
-    pinned: PinnedBuffers
+    memory: Memory
+    reductions: Reductions
+    movements: Movements
 
 
 class Engine:
@@ -51,35 +46,24 @@ class Engine:
         self._meeting = Meeting(self._board, roster, group_name)
         rings = memoryview(page.memory)[Board.num_bytes(roster.size) :]
         self.mailbox = Mailbox(rings, self._meeting)
-        self._cpu = CpuMemory(self._board, roster, is_direct=is_direct)
-        self._host = DeviceVenue(
-            Reductions(self._meeting, self._cpu), Movements(self._meeting, self._cpu, self._cpu)
-        )
-        self._gpus: dict[torch.device, _Gpu] = {}
+        memory = CpuMemory(self._board, roster, is_direct=is_direct)
+        self.cpu = Device(memory, Reductions(self._meeting, memory), Movements(self._meeting, memory, memory))
+        self._gpus: dict[torch.device, Device] = {}
         self._board.set_state(RankState.OPEN)
 
-    def _gpu(self, device: torch.device) -> _Gpu:
-        if device not in self._gpus:
+    def device_of(self, tensor: torch.Tensor) -> Device:
+        """What this rank has for the tensor's device."""
+        return self.cpu if tensor.is_cpu else self._gpu(tensor.device)
+
+    def _gpu(self, device: torch.device) -> Device:
+        found = self._gpus.get(device)
+        if found is None:
             from weft.local.cuda import CudaMemory
 
             memory = CudaMemory(self._roster, device)
-            venue = DeviceVenue(
-                Reductions(self._meeting, memory), Movements(self._meeting, memory, self._cpu)
-            )
-            self._gpus[device] = _Gpu(memory, venue, PinnedBuffers(self._cpu, device))
-        return self._gpus[device]
-
-    def venue(self, device: torch.device, agreed_bytes: int) -> Venue:
-        """Where a collective on such tensors takes place.
-
-        `agreed_bytes` is a size that is the same on every rank.
-        """
-        if device.type == "cpu":
-            return self._host
-        gpu = self._gpu(device)
-        if agreed_bytes > HOST_BYTES:
-            return gpu.venue
-        return HostVenue(self._host.reductions, self._host.movements, gpu.pinned)
+            movements = Movements(self._meeting, memory, self.cpu.memory)
+            found = self._gpus[device] = Device(memory, Reductions(self._meeting, memory), movements)
+        return found
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed tensor in memory that peers reach."""
@@ -89,16 +73,18 @@ class Engine:
         if numel < 0 or any(length < 0 for length in shape):
             raise ConfigError(f"allocate: shape {tuple(shape)} has a negative length.")
         self.check_open()
-        owner = self._cpu if device.type == "cpu" else self._gpu(device).memory
-        memory = owner.allocate(max(1, numel) * dtype.itemsize)
+        owner = self.cpu if device.type == "cpu" else self._gpu(device)
+        memory = owner.memory.allocate(max(1, numel) * dtype.itemsize)
         return memory[: numel * dtype.itemsize].view(dtype).view(shape)
 
     def work_for(self, words: str, results: Sequence[torch.Tensor]) -> LocalWork:
         """A work for a call on these tensors, ordered with the streams of their device."""
         if results and results[0].is_cuda:
-            from weft.local.cuda import CudaWork
+            from weft.local.cuda import CudaMemory, CudaWork
 
-            return CudaWork(words, results, self._gpu(results[0].device).memory.stream)
+            memory = self._gpu(results[0].device).memory
+            assert isinstance(memory, CudaMemory)
+            return CudaWork(words, results, memory.stream)
         return LocalWork(words, results)
 
     def check_open(self) -> None:

@@ -9,7 +9,8 @@ has the tensor's memory but neither its history nor its version counter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -31,39 +32,31 @@ class Flat:
     """A tensor's flat form, for the length of a `with`.
 
     is_read: what is in it matters, so a copy is filled. is_written: the collective
-    changes it, so a copy is brought back, unless the collective raised. buffer: where
-    the copy is to lie, if there must be one (a pinned buffer of the host).
+    changes it, so a copy is brought back, unless the collective raised.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        *,
-        is_read: bool = True,
-        is_written: bool = True,
-        buffer: torch.Tensor | None = None,
-    ) -> None:
+    __slots__ = ("_copy", "_is_read", "_is_written", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, *, is_read: bool = True, is_written: bool = True) -> None:
         self._tensor = tensor.data
         self._is_read = is_read
-        self._is_copy = buffer is not None or not _is_flat_already(tensor)
         self._is_written = is_written
-        self._flat = buffer
+        self._copy: torch.Tensor | None = None
 
     def __enter__(self) -> torch.Tensor:
-        tensor, flat = self._tensor, self._flat
-        if not self._is_copy:
+        tensor = self._tensor
+        if _is_flat_already(tensor):
             return tensor if tensor.dim() == 1 else tensor.view(-1)
-        if flat is None:
-            flat = self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         if self._is_read:
-            flat.view(tensor.shape).copy_(tensor)
-        return flat
+            self._copy.view(tensor.shape).copy_(tensor)
+        return self._copy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._is_copy and self._is_written and self._flat is not None:
-            self._tensor.copy_(self._flat.view(self._tensor.shape), non_blocking=True)
+        if error is None and self._is_written and self._copy is not None:
+            self._tensor.copy_(self._copy.view(self._tensor.shape))
 
 
 def flat_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,3 +64,10 @@ def flat_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return _flat(tensors[0])
     return torch.cat([_flat(tensor) for tensor in tensors])
+
+
+@contextmanager
+def flat_outputs(tensors: Sequence[torch.Tensor]) -> Generator[list[torch.Tensor]]:
+    """Tensors that are only written, each in its flat form."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Flat(tensor, is_read=False)) for tensor in tensors]

@@ -21,14 +21,12 @@ from weft.local import arguments
 from weft.local.arithmetic import plan_fold, resolve_reduce_op, with_arithmetic
 from weft.local.calls import Op
 from weft.local.engine import Engine
-from weft.local.flat import flat_input
+from weft.local.flat import Flat, flat_input, flat_outputs
 from weft.local.mailbox import ANY_SOURCE
 from weft.local.sparse import all_reduce_sparse
-from weft.local.venue import Venue, flat_outputs
 from weft.local.work import Lane, LocalWork
 
 Tensors = list[torch.Tensor]
-_SIZES_DIFFER = 1 << 62  # ranks may bring tensors of different sizes: none may choose by its own
 
 
 class LocalGroup(dist.ProcessGroup):
@@ -126,9 +124,9 @@ class LocalGroup(dist.ProcessGroup):
 
         def task(secs: float) -> None:
             for tensor, fold in zip(tensors, folds, strict=True):
-                venue = self._venue(tensor)
-                with venue.flat(tensor) as flat:
-                    venue.reductions.all_reduce(flat, fold, factor, secs)
+                on = self.engine.device_of(tensor)
+                with Flat(tensor) as flat:
+                    on.reductions.all_reduce(flat, fold, factor, secs)
 
         return task
 
@@ -142,9 +140,9 @@ class LocalGroup(dist.ProcessGroup):
         root = self._rank_of(options.rootRank, Op.REDUCE)
 
         def task(secs: float) -> None:
-            venue = self._venue(tensor)
-            with venue.flat(tensor, is_written=root == self.rank()) as flat:
-                venue.reductions.reduce(flat, fold, factor, root, secs)
+            on = self.engine.device_of(tensor)
+            with Flat(tensor, is_written=root == self.rank()) as flat:
+                on.reductions.reduce(flat, fold, factor, root, secs)
 
         return self._submit(Op.REDUCE, tensors, options, task)
 
@@ -176,9 +174,9 @@ class LocalGroup(dist.ProcessGroup):
 
         def task(secs: float) -> None:
             for out, parts, fold in zip(outs, inputs, folds, strict=True):
-                venue = self._venue(out)
-                with venue.flat(out, is_read=False) as flat:
-                    venue.reductions.reduce_scatter(flat, venue.inputs(parts), fold, factor, secs)
+                on = self.engine.device_of(out)
+                with Flat(out, is_read=False) as flat:
+                    on.reductions.reduce_scatter(flat, flat_input(parts), fold, factor, secs)
 
         return self._submit(Op.REDUCE_SCATTER, outputs, options, task, num_tensors=len(outs))
 
@@ -191,9 +189,9 @@ class LocalGroup(dist.ProcessGroup):
         root = self._rank_of(options.rootRank, Op.BROADCAST)
 
         def task(secs: float) -> None:
-            venue, is_root = self._venue(tensor), root == self.rank()
-            with venue.flat(tensor, is_read=is_root, is_written=not is_root) as flat:
-                venue.movements.broadcast(flat, root, secs)
+            on, is_root = self.engine.device_of(tensor), root == self.rank()
+            with Flat(tensor, is_read=is_root, is_written=not is_root) as flat:
+                on.movements.broadcast(flat, root, secs)
 
         return self._submit(Op.BROADCAST, tensors, options, task)
 
@@ -222,10 +220,10 @@ class LocalGroup(dist.ProcessGroup):
 
         def task(secs: float) -> None:
             for out, tensor in zip(outputs, inputs, strict=True):
-                venue = self._venue(tensor)
-                with venue.flat(out, is_read=False) as flat:
+                on = self.engine.device_of(tensor)
+                with Flat(out, is_read=False) as flat:
                     parts = flat.chunk(self.size()) if flat.numel() else [flat] * self.size()
-                    venue.movements.all_gather(parts, venue.inputs([tensor]), secs)
+                    on.movements.all_gather(parts, flat_input([tensor]), secs)
 
         options = opts or arguments.DEFAULTS
         return self._submit(Op.ALL_GATHER, outputs, options, task, num_tensors=len(inputs))
@@ -235,9 +233,9 @@ class LocalGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def task(secs: float) -> None:
             for outs, tensor in pairs:
-                venue = self._venue(tensor)
-                with flat_outputs(venue, outs) as flats:
-                    venue.movements.all_gather(flats, venue.inputs([tensor]), secs)
+                on = self.engine.device_of(tensor)
+                with flat_outputs(outs) as flats:
+                    on.movements.all_gather(flats, flat_input([tensor]), secs)
 
         options = opts or arguments.DEFAULTS
         return self._submit(Op.ALL_GATHER, results, options, task, num_tensors=len(pairs))
@@ -253,11 +251,11 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(outs, tensor.numel(), tensor.dtype, Op.GATHER)
 
         def task(secs: float) -> None:
-            venue = self._venue(tensor)
+            on = self.engine.device_of(tensor)
             if outs is None:
-                return venue.movements.gather(None, venue.inputs([tensor]), root, secs)
-            with flat_outputs(venue, outs) as flats:
-                return venue.movements.gather(flats, venue.inputs([tensor]), root, secs)
+                return on.movements.gather(None, flat_input([tensor]), root, secs)
+            with flat_outputs(outs) as flats:
+                return on.movements.gather(flats, flat_input([tensor]), root, secs)
 
         return self._submit(Op.GATHER, outs or [], options, task)
 
@@ -272,10 +270,10 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(parts, out.numel(), out.dtype, Op.SCATTER)
 
         def task(secs: float) -> None:
-            venue = self._venue(out)
-            with venue.flat(out, is_read=False) as flat:
-                tensor = None if parts is None else venue.inputs(parts)
-                venue.movements.scatter(flat, tensor, root, secs)
+            on = self.engine.device_of(out)
+            with Flat(out, is_read=False) as flat:
+                tensor = None if parts is None else flat_input(parts)
+                on.movements.scatter(flat, tensor, root, secs)
 
         return self._submit(Op.SCATTER, outputs, options, task)
 
@@ -285,10 +283,10 @@ class LocalGroup(dist.ProcessGroup):
             self._check_parts(tensors, None, inputs[0].dtype, Op.ALL_TO_ALL)
 
         def task(secs: float) -> None:
-            venue = self.engine.venue(inputs[0].device, _SIZES_DIFFER)
-            with flat_outputs(venue, outputs) as flats:
+            on = self.engine.device_of(inputs[0])
+            with flat_outputs(outputs) as flats:
                 splits = [tensor.numel() for tensor in inputs]
-                venue.movements.all_to_all(flats, venue.inputs(inputs), splits, secs)
+                on.movements.all_to_all(flats, flat_input(inputs), splits, secs)
 
         return self._submit(Op.ALL_TO_ALL, outputs, opts or arguments.DEFAULTS, task)
 
@@ -305,10 +303,10 @@ class LocalGroup(dist.ProcessGroup):
         in_numels = arguments.split_numels(input, input_splits, self.engine.size, "input")
 
         def task(secs: float) -> None:
-            venue = self.engine.venue(output.device, _SIZES_DIFFER)
-            with venue.flat(output, is_read=False) as flat:
+            on = self.engine.device_of(output)
+            with Flat(output, is_read=False) as flat:
                 outs = flat.split(out_numels)
-                venue.movements.all_to_all(outs, venue.inputs([input]), in_numels, secs)
+                on.movements.all_to_all(outs, flat_input([input]), in_numels, secs)
 
         return self._submit(Op.ALL_TO_ALL, [output], opts or arguments.DEFAULTS, task)
 
@@ -339,8 +337,7 @@ class LocalGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every rank."""
         options = opts or arguments.DEFAULTS
-        venue = self.engine.venue(torch.device("cpu"), 0)
-        return self._submit(Op.BARRIER, [], options, venue.movements.barrier)
+        return self._submit(Op.BARRIER, [], options, self.engine.cpu.movements.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come. All of them, always."""
@@ -364,16 +361,12 @@ class LocalGroup(dist.ProcessGroup):
 
         def run() -> None:
             if num_tensors > 1:  # a rank with one tensor differs from the others by its call
-                movements = self.engine.venue(torch.device("cpu"), 0).movements
+                movements = self.engine.cpu.movements
                 movements.check_same_count(num_tensors, f"coalesced {arguments.words(op)}", secs)
             work.run(task, secs)
 
         self._lane.submit(work, run, is_async=getattr(options, "asyncOp", True))
         return work
-
-    def _venue(self, part: torch.Tensor) -> Venue:
-        """The venue of a collective in which each rank has a part of this size."""
-        return self.engine.venue(part.device, part.numel() * part.element_size())
 
     def _rank_of(self, rank: int, op: Op) -> int:
         return arguments.check_rank(rank, self.engine.size, op)

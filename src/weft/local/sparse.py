@@ -7,8 +7,6 @@ import torch
 from weft.errors import ConfigError, DesyncError
 from weft.local.engine import Engine
 
-_SIZES_DIFFER = 1 << 62  # ranks may bring different numbers of entries: none may choose by its own
-
 
 def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, timeout_secs: float) -> None:
     """Sum (or average) a sparse tensor over all ranks, in place.
@@ -18,7 +16,7 @@ def all_reduce_sparse(engine: Engine, tensor: torch.Tensor, reduce_name: str, ti
     """
     if reduce_name not in ("SUM", "AVG"):
         raise ConfigError(f"all_reduce of a sparse tensor: SUM and AVG are there, {reduce_name} is not.")
-    movements = engine.venue(tensor.device, _SIZES_DIFFER).movements
+    movements = engine.device_of(tensor).movements
     mine = tensor.detach().coalesce()
     rows = movements.exchange_counts([mine.sparse_dim(), mine.dim(), mine._nnz()], timeout_secs)
     found: list[list[int]] = [row[:2] for row in rows]
