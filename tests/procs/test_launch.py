@@ -105,6 +105,12 @@ def test_pool_reuses_its_processes_and_each_job_starts_afresh() -> None:
     assert shared_pool(2) is pool
 
 
+@pytest.mark.parametrize("backend", ["weft", "gloo"])
+def test_jobs_do_not_find_what_earlier_jobs_left_in_the_store(backend: str) -> None:
+    for _ in range(2):
+        assert shared_pool(2).run(sum_of_ranks, backend=backend, timeout=60) == [1.0, 1.0]
+
+
 def test_returned_ranks_wait_no_longer_than_their_peers_need() -> None:
     def body():
         child.LINGER_SECS = 3600.0

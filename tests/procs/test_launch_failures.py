@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,8 +124,10 @@ def test_rank_stuck_after_a_failure_is_shown_and_killed(pool: RankPool) -> None:
             raise ValueError("boom")
         wait_forever()
 
+    started = time.monotonic()
     with pytest.raises(LaunchError, match="rank 0 of 2 raised ValueError: boom") as caught:
         pool.run(body, timeout=60)
+    assert time.monotonic() - started < 30
     report = caught.value.failures[1]
     assert report.startswith("had not ended 1 seconds after the failure and had to be killed; last seen at:")
     assert "in wait_forever\n    os.read(reader, 1)" in report
