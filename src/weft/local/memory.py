@@ -118,7 +118,7 @@ class CpuMemory:
             name = self._allocated.get(base)
             if name is not None:
                 return segment_place(name, address - base)
-        if self._is_direct:
+        if self._is_direct and not _is_pinned(tensor):
             return Place(PlaceKind.ADDRESS, start=address)
         staging = self._staging_of(num_bytes)
         copy_around(staging.tensor[:num_bytes].view(tensor.dtype), tensor, own)
@@ -168,6 +168,11 @@ def plan_share(numel: int, size: int, rank: int) -> Share:
     share = -(-numel // size)
     share = -(-share // _ALIGN_NUMEL) * _ALIGN_NUMEL
     return min(numel, rank * share), min(numel, (rank + 1) * share)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether the CUDA driver owns the memory: the kernel then refuses to copy from it."""
+    return torch.cuda.is_initialized() and tensor.is_pinned()
 
 
 def tensor_at(address: int, num_bytes: int) -> torch.Tensor:

@@ -70,11 +70,14 @@ def own_segment(num_bytes: int, *, is_reclaimed: bool = True) -> Segment:
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise ConfigError(f"weft shared memory: {num_bytes} bytes can't be mapped ({error}).") from error
-    weakref.finalize(memory, _free, fd, num_bytes if is_reclaimed else 0).atexit = False
-    return Segment(SegmentName(os.getpid(), fd, next(_segment_ids), num_bytes), memory)
+    owner = os.getpid()
+    weakref.finalize(memory, _free, owner, fd, num_bytes if is_reclaimed else 0).atexit = False
+    return Segment(SegmentName(owner, fd, next(_segment_ids), num_bytes), memory)
 
 
-def _free(fd: int, num_bytes: int) -> None:
+def _free(owner: int, fd: int, num_bytes: int) -> None:
+    if os.getpid() != owner:  # a forked child dropped its copy: the memory is still its parent's
+        return
     # Peers may keep a mapping they have not used for long; punching the whole file
     # out returns the pages all the same.
     if num_bytes:
