@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -104,17 +103,20 @@ class Board:
         self._bell_word = [self._word(peer, _MAILBOX_BELL_AT) for peer in range(size)]
         inline = segment.tensor[size * _LINE_BYTES :][: size * 2 * INLINE_BYTES]
         self._inline = inline.view(size, 2, INLINE_BYTES)  # rank, slot, byte
-        # Views cost a microsecond each, so they are made once a dtype.
-        self.inline = lru_cache(maxsize=64 * size)(self._inline_view)
+        self._inline_views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @staticmethod
     def num_bytes(size: int) -> int:
         """How large the board of a group of `size` ranks is."""
         return size * (_LINE_BYTES + 2 * INLINE_BYTES)
 
-    def _inline_view(self, rank: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
+    def inline(self, rank: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
         """A rank's inline buffer as elements of a dtype."""
-        return self._inline[rank, slot].view(dtype)
+        # Views cost a microsecond each, so they are made once.
+        view = self._inline_views.get((rank, slot, dtype))
+        if view is None:
+            view = self._inline_views[rank, slot, dtype] = self._inline[rank, slot].view(dtype)
+        return view
 
     def _word(self, rank: int, at: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._segment.address + rank * _LINE_BYTES + at)
