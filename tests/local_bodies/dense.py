@@ -9,7 +9,6 @@ from tests.local_bodies.inputs import (
     COMPLEX,
     FLOATS,
     INTEGERS,
-    SIZES,
     SOME_SIZES,
     UNSIGNED,
     all_gather_single,
@@ -23,13 +22,14 @@ from tests.local_bodies.inputs import (
     reduced,
     sample,
     samples,
+    sizes,
 )
 
 BOTH = (False, True)  # async_op
 
 
 def all_reduce_sizes() -> None:
-    for numel in SIZES:
+    for numel in sizes():
         want = reduced(samples(numel))
         for is_async in BOTH:
             tensor = sample(me(), numel)
@@ -98,7 +98,7 @@ def reduce_to_every_root() -> None:
 
 
 def all_gather_lists() -> None:
-    for numel in SIZES:
+    for numel in sizes():
         for is_async in BOTH:
             outs = [torch.full((numel,), -1.0) for _ in range(num_ranks())]
             finish(dist.all_gather(outs, sample(me(), numel), async_op=is_async))
@@ -107,7 +107,7 @@ def all_gather_lists() -> None:
 
 
 def all_gather_into_one_tensor() -> None:
-    for numel in SIZES:
+    for numel in sizes():
         for is_async in BOTH:
             out = torch.full((num_ranks() * numel,), -1.0)
             finish(all_gather_single(out, sample(me(), numel), async_op=is_async))
@@ -122,7 +122,7 @@ def all_gather_into_one_tensor() -> None:
 
 
 def all_gather_in_place() -> None:
-    for numel in SIZES:
+    for numel in sizes():
         out = torch.full((num_ranks() * numel,), -1.0)
         part = out[me() * numel : (me() + 1) * numel]
         part.copy_(sample(me(), numel))
@@ -135,7 +135,7 @@ def all_gather_in_place() -> None:
 
 
 def reduce_scatter_lists_and_tensors() -> None:
-    for numel in SIZES:
+    for numel in sizes():
         want = reduced(samples(num_ranks() * numel)).chunk(num_ranks())[me()] if numel else torch.empty(0)
         for is_async in BOTH:
             parts = list(sample(me(), num_ranks() * numel).chunk(num_ranks())) if numel else []

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 # Around every threshold that a transport may have, and odd ones.
-SIZES = [0, 1, 7, 1000, 8191, 8192, 8193, 20000, 300001, 1 << 20]
+SIZES = [0, 1, 7, 1000, 8191, 8192, 8193, 20000, 300001]
+LARGE = 1 << 20
 SOME_SIZES = [0, 1, 7, 8193, 300001]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -40,6 +41,11 @@ Shape = int | Sequence[int]
 Op = dist.ReduceOp.RedOpType
 SUM, PRODUCT, MIN, MAX = Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX
 BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
+
+
+def sizes() -> list[int]:
+    """Sizes to try; the largest only where few ranks share the cores."""
+    return [*SIZES, LARGE] if num_ranks() == 2 else SIZES
 
 
 def dtypes() -> list[torch.dtype]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.local_bodies.inputs import SIZES, assert_same, me, num_ranks, sample
+from tests.local_bodies.inputs import assert_same, me, num_ranks, sample, sizes
 
 MANY = 100
 
@@ -13,7 +13,7 @@ MANY = 100
 def send_and_recv_in_a_ring() -> None:
     """Even ranks send first, so that nothing depends on a send that returns before it is received."""
     after, before = (me() + 1) % num_ranks(), (me() - 1) % num_ranks()
-    for numel in SIZES:
+    for numel in sizes():
         tensor = torch.full((numel,), -1.0)
         if me() == 0:
             dist.send(sample(me(), numel), after)
@@ -26,7 +26,7 @@ def send_and_recv_in_a_ring() -> None:
 
 def batched_ring() -> None:
     after, before = (me() + 1) % num_ranks(), (me() - 1) % num_ranks()
-    for numel in SIZES:
+    for numel in sizes():
         tensor = torch.full((numel,), -1.0)
         ops = [dist.P2POp(dist.isend, sample(me(), numel), after), dist.P2POp(dist.irecv, tensor, before)]
         for work in dist.batch_isend_irecv(ops):

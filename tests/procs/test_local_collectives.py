@@ -10,7 +10,7 @@ from tests.local_bodies import dense, forms, layouts, messages
 from weft.testing.pool import shared_pool
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("body", [*dense.BODIES, *layouts.BODIES, *messages.BODIES, *forms.BODIES])
 def test_collective(body: Callable[[], None], ranks: int) -> None:
     shared_pool(ranks).run(body, backend="weft", timeout=60)
