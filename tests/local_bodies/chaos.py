@@ -187,11 +187,14 @@ def survive(folder: Path, seed: int) -> None:
     members = list(range(RANKS))
     rounds = []
     for victim in order:
-        choices = [members, members[::-1], *([chance.sample(members, 2)] if len(members) > 2 else [])]
+        left = [rank for rank in members if rank != victim]
+        # The victim is in every group: in another one, somebody could wait in vain for a rank that lives,
+        # has seen the death elsewhere and gone on to the next round.
+        choices = [members, members[::-1], [victim, chance.choice(left)]]
         # A group doesn't inherit the default group's timeout.
         groups = [dist.new_group(chosen, timeout=timedelta(seconds=TIMEOUT_SECS)) for chosen in choices]
         rounds.append((victim, groups))
-        members = [rank for rank in members if rank != victim]
+        members = left
     for victim, groups in rounds:
         how = chance.choice(["kill", "kill", "stop"])
         delay_secs = chance.uniform(0, 0.3)

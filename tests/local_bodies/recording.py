@@ -153,7 +153,7 @@ def under_way_at_the_end() -> None:
 def errors_are_recorded() -> None:
     with weft.record() as events:
         comm.all_reduce(torch.ones(1)).wait()
-        with pytest.raises(ValueError, match=r"."):
+        with pytest.raises((ValueError, RuntimeError)):
             comm.broadcast(torch.ones(1), num_ranks() + 3).wait()
         comm.all_reduce(torch.ones(1)).wait()
     assert [event.op for event in events.by_op("all_reduce")] == ["all_reduce"] * 2
