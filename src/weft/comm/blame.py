@@ -29,7 +29,7 @@ def explain(error: BaseException, group: dist.ProcessGroup, number: int, words: 
     if isinstance(error, WeftError) or not (is_timeout or any(sign in text for sign in _SIGNS_OF_DEATH)):
         return error
     state = state_of(group)
-    notes = _exchange_notes(group, number, words)
+    notes = _exchange_notes(group, "failed", number, words)
     missing = [rank for rank in state.ranks if rank not in notes]
     elsewhere = {rank: note for rank, note in notes.items() if note[0] != number}
     who = f"Not arrived: ranks {missing}." if missing else "Every rank failed."
@@ -44,15 +44,34 @@ def explain(error: BaseException, group: dist.ProcessGroup, number: int, words: 
     )
 
 
-def _exchange_notes(group: dist.ProcessGroup, number: int, words: str) -> dict[int, tuple[int, str]]:
-    """Every failed rank's note: the number of its call, and the call in words."""
+def late_error(group: dist.ProcessGroup, number: int, words: str, timeout_secs: float) -> PeerTimeoutError:
+    """The error of a wait that gives up for now, naming the ranks that have not arrived."""
+    state = state_of(group)
+    late_ranks = getattr(group, "late_ranks", None)  # the local group knows
+    if late_ranks is not None:
+        late = late_ranks()
+    else:
+        notes = _exchange_notes(group, f"waiting/{number}", number, words)
+        late = [rank for rank in state.ranks if rank not in notes]
+    return PeerTimeoutError(
+        f"{words}, call {number} of {state.words()}, was not done within {timeout_secs:g} s on rank "
+        f"{state.global_rank}. Not arrived: ranks {late}. It goes on: wait again for it, or look at what "
+        "these ranks do.",
+        late,
+    )
+
+
+def _exchange_notes(
+    group: dist.ProcessGroup, topic: str, number: int, words: str
+) -> dict[int, tuple[int, str]]:
+    """Every rank's note on a topic, the own one included: the number of its call, and its words."""
     state = state_of(group)
     notes = {state.global_rank: (number, words)}
     try:
         store = store_of(group)
-        store.set(f"weft/failed/{state.name}/{state.rank}", json.dumps([number, words]))
+        store.set(f"weft/{topic}/{state.name}/{state.rank}", json.dumps([number, words]))
         for rank, global_rank in enumerate(state.ranks):
-            key = f"weft/failed/{state.name}/{rank}"
+            key = f"weft/{topic}/{state.name}/{rank}"
             try:
                 store.wait([key], timedelta(seconds=_GRACE_SECS))
                 seen_number, seen_words = json.loads(store.get(key))

@@ -5,13 +5,13 @@ world unless given, roots are ranks of the world as in torch.distributed, `featu
 says who calls, for records. torch.distributed's functions are looked up when they
 are called, so whoever replaces them is heard.
 
-The other doors of this folder, messages.py and objects.py, launch through
-`launch_call` too.
+Messages (messages.py) and objects (objects.py) pass the same way, through
+`launch_call` of door.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from weft.comm import traced
-from weft.comm.blame import explain
-from weft.comm.call import Call, Watcher, call_site
-from weft.comm.desync import watchers_in_force
+from weft.comm.door import launch_call
 from weft.comm.group import resolve_group, state_of
 from weft.comm.handle import Handle
 from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
@@ -29,72 +27,6 @@ from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
 Tensors = Sequence[torch.Tensor]
 is_compiling = torch.compiler.is_compiling
 SUM = ReduceOp.SUM
-
-
-def launch_call(
-    op: str,
-    group: ProcessGroup,
-    feature: str,
-    start: Callable[[], Any],
-    result: Any,
-    inputs: Tensors,
-    outputs: Tensors,
-    detail: str = "",
-) -> Handle[Any]:
-    """Start a collective and hand out its Handle.
-
-    `start` calls torch.distributed and returns a Work, a list of them, or None when
-    the call was done at once. `inputs` are what the rank gives, `outputs` what it gets.
-    """
-    number = next(state_of(group).numbers)
-    watchers = watchers_in_force()
-    if watchers:
-        return _launch_watched(
-            watchers, Call(op, feature, group, number, tuple(inputs), tuple(outputs), detail, call_site()),
-            start, result,
-        )  # fmt: skip
-    return Handle(_works(start, group, number, op), result, op, lambda e: explain(e, group, number, op))
-
-
-def _works(start: Callable[[], Any], group: ProcessGroup, number: int, words: str) -> list[dist.Work]:
-    try:
-        started = start()
-    except RuntimeError as error:
-        explained = explain(error, group, number, words)
-        if explained is error:
-            raise
-        raise explained from error
-    if started is None:
-        return []
-    return started if isinstance(started, list) else [started]
-
-
-def _launch_watched(
-    watchers: tuple[Watcher, ...], call: Call, start: Callable[[], Any], result: Any
-) -> Handle[Any]:
-    begun: list[Watcher] = []
-
-    def finished(error: BaseException | None) -> None:
-        while begun:
-            begun.pop().finished(call, error)
-
-    try:
-        for watcher in watchers:
-            begun.append(watcher)
-            watcher.started(call)
-        works = _works(start, call.group, call.number, call.words())
-    except BaseException as error:
-        finished(error)
-        raise
-    if not works:
-        finished(None)
-    return Handle(
-        works,
-        result,
-        call.words(),
-        lambda error: explain(error, call.group, call.number, call.words()),
-        finished,
-    )
 
 
 def all_reduce(

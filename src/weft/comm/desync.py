@@ -26,7 +26,7 @@ from weft.comm.group import state_of, store_of
 from weft.errors import DesyncError, PeerTimeoutError
 
 ENVIRONMENT_VARIABLE = "WEFT_DESYNC_CHECK"
-_PAIRWISE = ("send", "recv")
+_PAIRWISE = ("send", "recv", "exchange")
 # Their tensors differ by rank in a right program.
 _SHAPES_MAY_DIFFER = ("all_to_all", "all_to_all_single", "gather", "scatter")
 

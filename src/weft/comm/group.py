@@ -1,8 +1,8 @@
 """Process groups as the door sees them: which one is meant, who is in it, its store.
 
 The private names of torch that weft needs for groups are used here and nowhere
-else: `_get_process_group_store` (the store that a group was made with) and
-`GroupMember.NON_GROUP_MEMBER` (what `new_group` gives to ranks outside of it).
+else: `_get_default_group`, `_get_process_group_store` (the store that a group was made
+with) and `_world.pg_map` (the groups that are there).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class GroupState:
     global_rank: int
     ranks: tuple[int, ...]  # all members, as ranks of the world
     name: str
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # counts the calls
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # counts the collectives
+    message_numbers: Iterator[int] = field(default_factory=itertools.count)  # and the messages
 
     def words(self) -> str:
         """How messages call the group."""
@@ -50,6 +51,8 @@ def resolve_group(group: object) -> dist.ProcessGroup:
         raise ConfigError(
             f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives."
         )
+    if group not in c10d._world.pg_map:
+        raise StateError("this process group was destroyed. Make a new one with torch.distributed.new_group.")
     return group
 
 

@@ -2,49 +2,62 @@
 
 A Handle owns the buffers of its collective until it is waited for, so that nobody
 frees or reuses them under it. On CUDA `wait` orders the current stream behind the
-collective and doesn't stop the host.
+collective and doesn't stop the host. Any thread may wait, and several may.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
+class Ticket(Protocol):
+    """What a handle needs to know of its call. It holds the call's buffers."""
+
+    words: str
+
+    def explain(self, error: Exception) -> BaseException:
+        """The error in weft's terms."""
+        ...
+
+    def late(self, timeout_secs: float) -> BaseException:
+        """The error of a wait that gives up while the collective goes on."""
+        ...
+
+    def ended(self, error: BaseException | None) -> None:
+        """The call has ended. May be said more than once."""
+        ...
+
+
 class Handle(Generic[T]):
     """The result of a collective that may not be there yet."""
 
-    __slots__ = ("_error", "_explain", "_is_waited", "_on_end", "_result", "_words", "_works")
+    __slots__ = ("_error", "_is_waited", "_mutex", "_result", "_ticket", "_works")
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        result: T,
-        words: str = "",
-        explain: Callable[[BaseException], BaseException] | None = None,
-        on_end: Callable[[BaseException | None], None] | None = None,
-    ) -> None:
+    def __init__(self, works: Sequence[dist.Work], result: T, ticket: Ticket | None = None) -> None:
         self._works = works
-        self._result = result  # held from the start: it owns the buffers
-        self._words = words
-        self._explain = explain
-        self._on_end = on_end
+        self._result = result
+        self._ticket = ticket
         self._error: BaseException | None = None
         self._is_waited = False
+        self._mutex = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the result when it is there.
 
         Raises what went wrong, now and at every later call. `timeout`, in seconds,
-        limits this wait; the group's own timeout holds in any case.
+        limits this wait only: it raises PeerTimeoutError with the ranks that are late,
+        the collective goes on, and can be waited for again. The group's own timeout
+        holds in any case.
         """
         if not self._is_waited:
             self._wait(timeout)
@@ -53,6 +66,15 @@ class Handle(Generic[T]):
         return self._result
 
     def _wait(self, timeout: float | None) -> None:
+        if not self._mutex.acquire(timeout=-1 if timeout is None else timeout):
+            raise self._late(timeout or 0.0)
+        try:
+            if not self._is_waited:
+                self._wait_for_works(timeout)
+        finally:
+            self._mutex.release()
+
+    def _wait_for_works(self, timeout: float | None) -> None:
         try:
             for work in self._works:
                 if timeout is None:
@@ -60,14 +82,23 @@ class Handle(Generic[T]):
                 else:
                     work.wait(timedelta(seconds=timeout))
         except Exception as error:
-            self._error = error if self._explain is None else self._explain(error)
-            if self._error is not error:
-                self._error.__cause__ = error
+            if timeout is not None and not all(work.is_completed() for work in self._works):
+                raise self._late(timeout) from error
+            self._error = self._explain(error)
         self._is_waited = True
-        self._works = ()
-        if self._on_end is not None:
-            self._on_end(self._error)
-            self._on_end = None
+        if self._ticket is not None:
+            self._ticket.ended(self._error)
+        self._works, self._ticket = (), None
+
+    def _late(self, timeout: float) -> BaseException:
+        ticket = self._ticket
+        return TimeoutError("the collective is not done") if ticket is None else ticket.late(timeout)
+
+    def _explain(self, error: Exception) -> BaseException:
+        explained = error if self._ticket is None else self._ticket.explain(error)
+        if explained is not error:
+            explained.__cause__ = error
+        return explained
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -79,17 +110,35 @@ class Handle(Generic[T]):
 
     def future(self) -> Future[T]:
         """The result as a torch Future, completed by whoever completes the collective."""
-        if self._is_waited or not self._works:
+        works, ticket = self._works, self._ticket
+        if self._is_waited or not works:
             return _completed(self)
-        last = self._works[-1].get_future()
-        return last.then(lambda _: self.wait())
+        futures = [work.get_future() for work in works]
+
+        # Waiting for a work inside its own completion would never end, so its futures are
+        # asked instead; `wait` stays possible beside it.
+        def complete(_: Future[Any]) -> T:
+            try:
+                for future in futures:
+                    future.value()
+            except Exception as error:
+                explained = error if ticket is None else ticket.explain(error)
+                if ticket is not None:
+                    ticket.ended(explained)
+                raise explained from error
+            if ticket is not None:
+                ticket.ended(None)
+            return self._result
+
+        return (futures[0] if len(futures) == 1 else collect_all(futures)).then(complete)
 
     def __del__(self) -> None:
         # Nobody looked whether it went well: with its error gone, gradients could be wrong.
-        if not getattr(self, "_is_waited", True) and self._works:
+        if not getattr(self, "_is_waited", True) and not self.is_done():
+            words = self._ticket.words if self._ticket is not None else "a collective"
             warnings.warn(
-                f"a Handle of {self._words or 'a collective'} was dropped without wait(); its error, if it "
-                "had one, is lost and its buffers are no longer held.",
+                f"a Handle of {words} was dropped without wait(); its error, if it had one, is lost and its "
+                "buffers are no longer held.",
                 ResourceWarning,
                 stacklevel=2,
             )
@@ -105,17 +154,27 @@ class _Chained(Handle[Any]):
         self._parent = parent
         self._step = step
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for what comes before, then run the step, once."""
-        if not self._is_waited:
+    def _wait(self, timeout: float | None) -> None:
+        self._take_step(lambda: self._parent.wait(timeout))
+
+    def _take_step(self, get_result: Callable[[], Any]) -> None:
+        value, error = None, None
+        try:
+            value = get_result()
+        except Exception as caught:
+            if isinstance(caught, TimeoutError) and not self._parent.is_done():
+                raise  # what comes before goes on: nothing is settled
+            error = caught
+        with self._mutex:
+            if self._is_waited:
+                return
             try:
-                self._result = self._step(self._parent.wait(timeout))
-            except Exception as error:
-                self._error = error
+                if error is not None:
+                    raise error
+                self._result = self._step(value)
+            except Exception as caught:
+                self._error = caught
             self._is_waited = True
-        if self._error is not None:
-            raise self._error
-        return self._result
 
     def is_done(self) -> bool:
         """Whether what comes before is done; the step itself runs in `wait`."""
@@ -123,9 +182,12 @@ class _Chained(Handle[Any]):
 
     def future(self) -> Future[Any]:
         """The step's result as a torch Future."""
-        if self._is_waited:
-            return _completed(self)
-        return self._parent.future().then(lambda _: self.wait())
+
+        def complete(before: Future[Any]) -> Any:
+            self._take_step(before.value)
+            return self.wait()
+
+        return _completed(self) if self._is_waited else self._parent.future().then(complete)
 
 
 def _completed(handle: Handle[Any]) -> Future[Any]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from weft.comm.collectives import launch_call
+from weft.comm.door import launch_call
 from weft.comm.group import resolve_group
 from weft.comm.handle import Handle
 from weft.errors import ConfigError
@@ -36,6 +36,7 @@ def send(
         (tensor,),
         (),
         f"to rank {dst}, tag {tag}",
+        is_collective=False,
     )
 
 
@@ -58,6 +59,7 @@ def recv(
         (),
         (tensor,),
         f"from {'anyone' if src is None else f'rank {src}'}, tag {tag}",
+        is_collective=False,
     )
 
 
@@ -85,4 +87,5 @@ def exchange(
         received,
         [tensor for kind, tensor, _ in messages if kind == "send"],
         received,
+        is_collective=False,
     )

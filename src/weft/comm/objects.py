@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from weft.comm.collectives import launch_call
+from weft.comm.door import launch_call
 from weft.comm.group import resolve_group, state_of
 from weft.comm.handle import Handle
 

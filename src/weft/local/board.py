@@ -3,8 +3,9 @@
 Each rank has one line that it alone writes and everyone reads:
 
     phase      counts up at every step of every collective; peers wait on it (a futex)
-    state      open, left or failed, with the reason and the rank to blame
+    state      open, left or failed, with the reason and the ranks to blame
     calls      two slots: what this rank calls now, and where its tensor lies
+    freed      the last segments that this rank gave back, for peers that have them mapped
 
 and, behind the lines, two small inline buffers for tensors of a few kilobytes.
 
@@ -32,11 +33,15 @@ _LINE_BYTES = 1024
 _PHASE_AT = 0
 _STATE_AT = 64
 _REASON_BYTES = 384
+_BLAMED_TOLD = 32
 _SLOTS_AT = 512
 _SLOT_BYTES = 128
+_FREED_AT = 768
+_FREED_KEPT = 16
+_FREED_COUNT_AT = 896
 _MAILBOX_BELL_AT = 960  # its own cache line: the mailbox rings it
 
-_STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")
+_STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")  # state, whether time ran out, length, words
 # op, reduce op, dtype, root; element count; call number
 _SIGNATURE = struct.Struct("<HHHhqQ")
 _PLACE = struct.Struct("<iiqqqdq")
@@ -58,6 +63,14 @@ class PlaceKind(IntEnum):
     INLINE = 1  # in the board's inline buffer
     SEGMENT = 2  # in a segment that peers can map
     ADDRESS = 3  # in the rank's own memory, for cross-memory copies or for its sister threads
+
+
+class Reason(NamedTuple):
+    """Why a rank gave up."""
+
+    words: str
+    blamed: tuple[int, ...]  # ranks of the group
+    is_timeout: bool = False
 
 
 class Signature(NamedTuple):
@@ -168,19 +181,44 @@ class Board:
         """What the rank last said about itself: a RankState."""
         return self._bytes[rank * _LINE_BYTES + _STATE_AT]
 
-    def reason(self, rank: int) -> tuple[str, int]:
-        """Why the rank failed, and the rank it blames."""
-        _, blamed, length, text = _STATE.unpack_from(self._bytes, rank * _LINE_BYTES + _STATE_AT)
-        return text[:length].decode(errors="replace"), blamed
+    def reason(self, rank: int) -> Reason:
+        """Why the rank failed, and whom it blames."""
+        at = rank * _LINE_BYTES + _STATE_AT
+        _, is_timeout, length, text = _STATE.unpack_from(self._bytes, at)
+        ranks, _, words = text[:length].decode(errors="replace").partition(":")
+        return Reason(words, tuple(map(int, ranks.split())), bool(is_timeout))
 
-    def set_state(self, state: RankState, reason: str = "", blamed: int = -1) -> None:
+    def set_state(self, state: RankState, reason: Reason | None = None) -> None:
         """Say how this rank is, and wake everyone to see it."""
         at = self.rank * _LINE_BYTES + _STATE_AT
-        text = reason.encode()[:_REASON_BYTES]
-        # The reason first: a peer that sees the new state must find its reason there.
-        _STATE.pack_into(self._bytes, at, self._bytes[at], blamed, len(text), text)
+        if reason is not None:
+            text = f"{' '.join(map(str, reason.blamed[:_BLAMED_TOLD]))}:{reason.words}".encode()
+            text = text[:_REASON_BYTES]
+            # The reason first: a peer that sees the new state must find its reason there.
+            _STATE.pack_into(self._bytes, at, self._bytes[at], reason.is_timeout, len(text), text)
         self._bytes[at] = state
         self.wake_everyone()
+
+    # -- freed segments ---------------------------------------------------------
+
+    def note_freed(self, segment_id: int) -> None:
+        """Tell the peers that this rank gave a segment back."""
+        count_at = (self.rank * _LINE_BYTES + _FREED_COUNT_AT) // 8
+        first = (self.rank * _LINE_BYTES + _FREED_AT) // 8
+        self._counters[first + self._counters[count_at] % _FREED_KEPT] = segment_id
+        self._counters[count_at] += 1
+
+    def num_freed(self, rank: int) -> int:
+        """How many segments the rank has given back so far."""
+        return self._counters[(rank * _LINE_BYTES + _FREED_COUNT_AT) // 8]
+
+    def freed_since(self, rank: int, seen: int) -> list[int] | None:
+        """Which segments the rank gave back after the first `seen`; None if too many to tell."""
+        count = self.num_freed(rank)
+        if count - seen > _FREED_KEPT // 2:  # a rank may add some while we read
+            return None
+        first = (rank * _LINE_BYTES + _FREED_AT) // 8
+        return [self._counters[first + index % _FREED_KEPT] for index in range(seen, count)]
 
     # -- calls ----------------------------------------------------------------
 

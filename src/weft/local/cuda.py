@@ -54,11 +54,11 @@ class CudaMemory:
     piece_bytes = _PIECE_BYTES
     device_number = 1
 
-    def __init__(self, roster: Roster, device: torch.device) -> None:
+    def __init__(self, roster: Roster, segments: MappedSegments, device: torch.device) -> None:
         self._roster = roster
         self._device = device
         self.scratch = Scratch(device)
-        self._mapped = MappedSegments()
+        self._mapped = segments
         self.stream = torch.cuda.Stream(device)  # for collectives that overlap with the caller's
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         self.gpu = int.from_bytes(sha256(uuid.encode()).digest()[:7], "little")

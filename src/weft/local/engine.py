@@ -21,7 +21,7 @@ from weft.local.memory import CpuMemory, Memory
 from weft.local.move import Movements
 from weft.local.reduce import Reductions
 from weft.local.roster import Roster
-from weft.local.segment import Segment
+from weft.local.segment import MappedSegments, Segment
 from weft.local.work import LocalWork
 
 
@@ -43,10 +43,11 @@ class Engine:
         self._pid = os.getpid()
         self._roster = roster
         self._board = Board(page, roster.rank, roster.size)
-        self._meeting = Meeting(self._board, roster, group_name)
+        self._segments = MappedSegments()
+        self._meeting = Meeting(self._board, roster, self._segments, group_name)
         rings = memoryview(page.memory)[Board.num_bytes(roster.size) :]
-        self.mailbox = Mailbox(rings, self._meeting)
-        memory = CpuMemory(self._board, roster, is_direct=is_direct)
+        self.mailbox = Mailbox(rings, self._meeting, self._segments)
+        memory = CpuMemory(self._board, roster, self._segments, is_direct=is_direct)
         self.cpu = Device(memory, Reductions(self._meeting, memory), Movements(self._meeting, memory, memory))
         self._gpus: dict[torch.device, Device] = {}
         self._board.set_state(RankState.OPEN)
@@ -60,7 +61,7 @@ class Engine:
         if found is None:
             from weft.local.cuda import CudaMemory
 
-            memory = CudaMemory(self._roster, device)
+            memory = CudaMemory(self._roster, self._segments, device)
             movements = Movements(self._meeting, memory, self.cpu.memory)
             found = self._gpus[device] = Device(memory, Reductions(self._meeting, memory), movements)
         return found
@@ -69,6 +70,10 @@ class Engine:
         """A zeroed tensor in memory that peers reach."""
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
+        if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"allocate: dtype must be a torch.dtype, got {dtype!r}.")
+        if not all(isinstance(length, int) for length in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"allocate: lengths must be integers, got {tuple(shape)!r}.")
         numel = prod(shape)
         if numel < 0 or any(length < 0 for length in shape):
             raise ConfigError(f"allocate: shape {tuple(shape)} has a negative length.")

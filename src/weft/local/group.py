@@ -84,6 +84,10 @@ class LocalGroup(dist.ProcessGroup):
         """
         return self.engine.allocate(shape, dtype, torch.device(device))
 
+    def late_ranks(self) -> list[int]:
+        """The ranks, of the world, that the collective under way waits for."""
+        return self.engine.late_ranks()
+
     def abort(self, reason: str = "the group was aborted") -> None:
         """Close the group for every rank: their pending and later calls raise PeerError."""
         self.engine.abort(reason)

@@ -111,7 +111,7 @@ class ReceiveWork(LocalWork):
 class Mailbox:
     """One rank's end of all rings."""
 
-    def __init__(self, rings: memoryview, meeting: Meeting) -> None:
+    def __init__(self, rings: memoryview, meeting: Meeting, segments: MappedSegments) -> None:
         self._rings = rings
         self._meeting = meeting
         self._board: Board = meeting.board
@@ -119,7 +119,7 @@ class Mailbox:
         self._posted: list[ReceiveWork] = []
         self._letters: list[_Letter] = []
         self._parcels: list[Segment] = []
-        self._mapped = MappedSegments()
+        self._mapped = segments
 
     # -- sending ----------------------------------------------------------------
 

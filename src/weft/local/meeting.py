@@ -19,11 +19,12 @@ import torch
 
 from weft.errors import DesyncError, InternalError, PeerError, StateError
 from weft.local.arithmetic import REDUCE_NAME
-from weft.local.board import Board, Place, PlaceKind, RankState, Signature
+from weft.local.board import Board, Place, PlaceKind, RankState, Reason, Signature
 from weft.local.calls import Op, describe, dtype_number
 from weft.local.memory import Memory, Share
 from weft.local.roster import Roster
-from weft.local.waiting import Waiter
+from weft.local.segment import MappedSegments
+from weft.local.waiting import Waiter, closed_by
 from weft.local.windows import Window
 
 _NOWHERE = Place(PlaceKind.NOWHERE)
@@ -46,13 +47,15 @@ class Call(NamedTuple):
 class Meeting:
     """The meetings of one group, one after another."""
 
-    def __init__(self, board: Board, roster: Roster, group_name: str) -> None:
+    def __init__(self, board: Board, roster: Roster, segments: MappedSegments, group_name: str) -> None:
         self.rank = roster.rank
         self.size = roster.size
         self.board = board
         self.roster = roster
         self._group_name = group_name
         self.waiter = Waiter(board, roster, group_name)
+        self._segments = segments
+        self._num_freed = [0] * roster.size  # of each rank's segments, as far as we have heard
         self._number = 0
         self._closed: str | None = None
 
@@ -61,13 +64,8 @@ class Meeting:
         if self._closed is not None:
             raise StateError(f"{self._group_name} is closed: {self._closed}. Make a new group.")
         if self.board.state(self.rank) == RankState.FAILED:
-            reason, blamed = self.board.reason(self.rank)
-            culprit = self.roster.members[self.rank if blamed < 0 else blamed].global_rank
-            raise PeerError(
-                f"{self._group_name} is closed since {reason}. Destroy it and make a new group with the "
-                "ranks that live.",
-                [culprit],
-            )
+            reason = self.board.reason(self.rank)
+            raise closed_by(reason, f"{self._group_name} can't be used: {reason.words}", self.roster)
 
     def meet(self, call: Call, memory: Memory, tensor: torch.Tensor | None, timeout_secs: float) -> Round:
         """Expose this rank's flat tensor, wait for everyone, and open their windows."""
@@ -94,11 +92,19 @@ class Meeting:
             self.fail(f"{type(error).__name__} in {round_.words()}: {error}")
             raise
         for peer in self.roster.others:
+            if board.num_freed(peer) != self._num_freed[peer]:
+                self._drop_freed(peer)
             if not board.same_call(peer, slot, signature):
                 raise DesyncError(self._differences(slot), self._odd_ones(slot))
         if memory.gpu:
             memory.learn_gpus([board.place(peer, slot).gpu for peer in range(self.size)])
         return round_
+
+    def _drop_freed(self, peer: int) -> None:
+        """Unmap what the peer has given back."""
+        freed = self.board.freed_since(peer, self._num_freed[peer])
+        self._num_freed[peer] = self.board.num_freed(peer)
+        self._segments.drop(self.roster.members[peer].pid, freed)
 
     def _differences(self, slot: int) -> str:
         calls = "; ".join(
@@ -117,16 +123,14 @@ class Meeting:
     def late_ranks(self) -> list[int]:
         """The ranks, of the world, that have not come as far as this one."""
         here = self.board.phase(self.rank)
-        return [
-            self.roster.members[peer].global_rank
-            for peer in self.roster.others
-            if self.board.phase(peer) < here
-        ]
+        return self.roster.global_ranks(
+            [peer for peer in self.roster.others if self.board.phase(peer) < here]
+        )
 
     def fail(self, reason: str) -> None:
         """Close the group for every rank, for this reason. The first reason stays."""
         if self.board.state(self.rank) != RankState.FAILED:
-            self.board.set_state(RankState.FAILED, reason, self.rank)
+            self.board.set_state(RankState.FAILED, Reason(reason, (self.rank,)))
 
     def leave(self, why: str) -> None:
         """Say that this rank takes part no more."""

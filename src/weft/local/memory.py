@@ -13,6 +13,7 @@ A CudaMemory (cuda.py) does the same for tensors on a GPU.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -83,12 +84,12 @@ class CpuMemory:
     device_number = 0
     gpu = 0
 
-    def __init__(self, board: Board, roster: Roster, *, is_direct: bool) -> None:
+    def __init__(self, board: Board, roster: Roster, segments: MappedSegments, *, is_direct: bool) -> None:
         self._board = board
         self._roster = roster
         self._is_direct = is_direct  # every rank may read every other's memory
         self.scratch = Scratch(torch.device("cpu"))
-        self._mapped = MappedSegments()
+        self._mapped = segments
         self._remote = [RemoteMemory(member.pid, member.global_rank) for member in roster.members]
         self._allocated: dict[int, SegmentName] = {}  # by the storage's address
         self._staging: Segment | None = None
@@ -96,10 +97,19 @@ class CpuMemory:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A new segment, as bytes. It is freed with the last tensor that uses it."""
-        segment = own_segment(num_bytes)
+        segment = self._own_segment(num_bytes)
         self._allocated[segment.address] = segment.name
         weakref.finalize(segment.memory, self._allocated.pop, segment.address, None).atexit = False
         return segment.tensor[:num_bytes]
+
+    def _own_segment(self, num_bytes: int) -> Segment:
+        """A new segment; peers hear of it when it is freed."""
+        segment = own_segment(num_bytes)
+        finalizer = weakref.finalize(
+            segment.memory, _tell_freed, weakref.ref(self._board), os.getpid(), segment.name.segment_id
+        )
+        finalizer.atexit = False
+        return segment
 
     def is_inline(self, numel: int, dtype: torch.dtype | None) -> bool:
         """Whether a tensor of this size goes into the inline buffers."""
@@ -128,7 +138,7 @@ class CpuMemory:
     def _staging_of(self, num_bytes: int) -> Segment:
         if self._staging is None or self._staging.name.num_bytes < num_bytes:
             self._staging = None  # its memory goes back before the larger one is taken
-            self._staging = own_segment(num_bytes)
+            self._staging = self._own_segment(num_bytes)
         return self._staging
 
     def settle(self, tensor: torch.Tensor, own: Share) -> None:
@@ -168,6 +178,12 @@ def plan_share(numel: int, size: int, rank: int) -> Share:
     share = -(-numel // size)
     share = -(-share // _ALIGN_NUMEL) * _ALIGN_NUMEL
     return min(numel, rank * share), min(numel, (rank + 1) * share)
+
+
+def _tell_freed(board: weakref.ref[Board], owner: int, segment_id: int) -> None:
+    living = board()
+    if living is not None and os.getpid() == owner:
+        living.note_freed(segment_id)
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:

@@ -62,6 +62,10 @@ class Roster:
         answer = _FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, query))
         return answer[0] == fcntl.F_UNLCK
 
+    def global_ranks(self, peers: Sequence[int]) -> list[int]:
+        """The peers as ranks of the world."""
+        return [self.members[peer].global_rank for peer in peers]
+
     def name(self, peer: int) -> str:
         """How messages call the peer."""
         return f"rank {self.members[peer].global_rank}"

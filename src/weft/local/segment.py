@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,12 @@ class MappedSegments:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return segment
+
+    def drop(self, pid: int, segment_ids: Collection[int] | None) -> None:
+        """Unmap these segments of a process; all of them for None."""
+        for key in list(self._segments):
+            if key[0] == pid and (segment_ids is None or key[1] in segment_ids):
+                del self._segments[key]
 
 
 def open_segment(name: SegmentName, rank: int) -> Segment:

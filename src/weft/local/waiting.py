@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.local import kernel
-from weft.local.board import Board, RankState
+from weft.local.board import Board, RankState, Reason
 from weft.local.roster import Roster
 
 # How long a sleeper sleeps before it looks whether its peers still live.
@@ -57,40 +57,48 @@ class Waiter:
         """Raise PeerError if a rank died or failed, or left while it is still needed."""
         roster, board = self._roster, self._board
         if board.state(roster.rank) == RankState.FAILED:  # another thread of this rank gave up
-            reason, blamed = board.reason(roster.rank)
-            self._fail(reason, roster.rank if blamed < 0 else blamed, what)
+            self._fail(board.reason(roster.rank), what)
         for peer in roster.others:
             if roster.is_dead(peer) and board.state(peer) in (RankState.ABSENT, RankState.OPEN):
-                self._fail(f"{roster.name(peer)} (pid {roster.members[peer].pid}) died", peer, what)
+                words = f"{roster.name(peer)} (pid {roster.members[peer].pid}) died"
+                self._fail(Reason(words, (peer,)), what)
         for peer in roster.others:
             state = board.state(peer)
             if state == RankState.FAILED:
-                reason, blamed = board.reason(peer)
-                self._fail(
-                    f"{roster.name(peer)} gave up: {reason}" if blamed in (-1, peer) else reason,
-                    peer if blamed == -1 else blamed,
-                    what,
-                )
+                reason = board.reason(peer)
+                if reason.blamed == (peer,):  # it speaks of itself; others' words are passed on as they are
+                    reason = reason._replace(words=f"{roster.name(peer)} gave up: {reason.words}")
+                self._fail(reason, what)
             if state == RankState.LEFT and peer in needed:
-                self._fail(f"{roster.name(peer)} has left the group", peer, what)
+                self._fail(Reason(f"{roster.name(peer)} has left the group", (peer,)), what)
 
     def give_up(self, what: Callable[[], str], late: Sequence[int]) -> None:
         """Raise PeerTimeoutError: these ranks did not come in time."""
         roster = self._roster
         who = "; ".join(f"{roster.name(peer)} ({roster.condition(peer)})" for peer in late)
-        reason = f"{roster.names(late)} had not arrived at {what()} when its timeout passed"
-        self._board.set_state(RankState.FAILED, reason, late[0])
+        words = f"{roster.names(late)} had not arrived at {what()} when the timeout passed"
+        self._board.set_state(RankState.FAILED, Reason(words, tuple(late), is_timeout=True))
         raise PeerTimeoutError(
             f"{roster.name(roster.rank)} waited past the timeout in {what()} of {self._group_name}. "
             f"Not arrived: {who}. Look at what these ranks do, or raise the timeout.",
-            [roster.members[peer].global_rank for peer in late],
+            roster.global_ranks(late),
         )
 
-    def _fail(self, reason: str, blamed: int, what: Callable[[], str]) -> None:
+    def _fail(self, reason: Reason, what: Callable[[], str]) -> None:
         roster = self._roster
-        self._board.set_state(RankState.FAILED, reason, blamed)
-        raise PeerError(
-            f"{roster.name(roster.rank)} can't finish {what()} of {self._group_name}: {reason}. "
-            "The group is closed; destroy it and start a new one with the ranks that live.",
-            [roster.members[blamed].global_rank],
+        if self._board.state(roster.rank) != RankState.FAILED:
+            self._board.set_state(RankState.FAILED, reason)
+        raise closed_by(
+            reason,
+            f"{roster.name(roster.rank)} can't finish {what()} of {self._group_name}: {reason.words}",
+            roster,
         )
+
+
+def closed_by(reason: Reason, happened: str, roster: Roster) -> PeerError:
+    """The error of a rank whose group was closed for this reason."""
+    kind = PeerTimeoutError if reason.is_timeout else PeerError
+    return kind(
+        f"{happened}. The group is closed; destroy it and make a new one with the ranks that live.",
+        roster.global_ranks(reason.blamed),
+    )

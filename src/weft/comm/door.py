@@ -1,0 +1,112 @@
+"""What every call does on its way through the door: be counted, be watched, be started.
+
+collectives.py, messages.py and objects.py say what is called; this file launches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from weft.comm.blame import explain, late_error
+from weft.comm.call import Call, Watcher, call_site
+from weft.comm.desync import watchers_in_force
+from weft.comm.group import state_of
+from weft.comm.handle import Handle
+
+Tensors = Sequence[torch.Tensor]
+
+
+class _PlainTicket:
+    """A call that nobody watches."""
+
+    __slots__ = ("_buffers", "_group", "_number", "words")
+
+    def __init__(self, group: ProcessGroup, number: int, words: str, buffers: object) -> None:
+        self._group = group
+        self._number = number
+        self._buffers = buffers  # held until the handle lets go of the ticket
+        self.words = words
+
+    def explain(self, error: BaseException) -> BaseException:
+        return explain(error, self._group, self._number, self.words)
+
+    def late(self, timeout_secs: float) -> BaseException:
+        return late_error(self._group, self._number, self.words, timeout_secs)
+
+    def ended(self, error: BaseException | None) -> None:
+        pass
+
+
+class _WatchedTicket(_PlainTicket):
+    """A call that watchers follow to its end."""
+
+    __slots__ = ("_begun", "_call")
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.group, call.number, call.words(), None)
+        self._call = call
+        self._begun: list[Watcher] = []
+
+    def start(self, watchers: Sequence[Watcher]) -> None:
+        for watcher in watchers:
+            self._begun.append(watcher)
+            watcher.started(self._call)
+
+    def ended(self, error: BaseException | None) -> None:
+        while self._begun:
+            self._begun.pop().finished(self._call, error)
+
+
+def launch_call(
+    op: str,
+    group: ProcessGroup,
+    feature: str,
+    start: Callable[[], Any],
+    result: Any,
+    inputs: Tensors,
+    outputs: Tensors,
+    detail: str = "",
+    *,
+    is_collective: bool = True,
+) -> Handle[Any]:
+    """Start a collective, or a message, and hand out its Handle.
+
+    `start` calls torch.distributed and returns a Work, a list of them, or None when
+    the call was done at once. `inputs` are what the rank gives, `outputs` what it gets.
+    """
+    state = state_of(group)
+    # Messages concern two ranks, so they are counted apart: the others would fall behind.
+    number = next(state.numbers if is_collective else state.message_numbers)
+    watchers = watchers_in_force()
+    if not watchers:
+        ticket = _PlainTicket(group, number, op, (inputs, outputs))
+        return Handle(_start(start, ticket), result, ticket)
+    site = call_site()
+    watched = _WatchedTicket(Call(op, feature, group, number, tuple(inputs), tuple(outputs), detail, site))
+    try:
+        watched.start(watchers)
+        works = _start(start, watched)
+    except BaseException as error:
+        watched.ended(error)
+        raise
+    if not works:
+        watched.ended(None)
+    return Handle(works, result, watched)
+
+
+def _start(start: Callable[[], Any], ticket: _PlainTicket) -> list[dist.Work]:
+    try:
+        started = start()
+    except RuntimeError as error:
+        explained = ticket.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
+    if started is None:
+        return []
+    return started if isinstance(started, list) else [started]
