@@ -128,10 +128,6 @@ def autograd_and_collectives() -> list[str]:
         with torch.no_grad():
             parameter = nn.Parameter(torch.ones(3))
             note(lambda call=call, p=parameter: (call(p), p.tolist(), p._version, p.requires_grad)[1:])
-    outs = [torch.zeros(3) for _ in range(2)]
-    versions = [out._version for out in outs]
-    dist.all_gather(outs, torch.ones(3))
-    said.append(f"outputs of all_gather: {versions} -> {[out._version for out in outs]}")
     with torch.inference_mode():
         tensor = torch.ones(3)
         note(lambda: (dist.all_reduce(tensor), tensor.tolist())[1])
