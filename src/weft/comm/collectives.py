@@ -44,7 +44,7 @@ def all_reduce(
         tensor,
         (tensor,),
         (tensor,),
-        op_name(op),
+        op,
     )
 
 
@@ -64,7 +64,7 @@ def all_reduce_coalesced(
         given,
         given,
         given,
-        op_name(op),
+        op,
     )
 
 
@@ -228,7 +228,7 @@ def reduce_scatter(
         out,
         given,
         (out,),
-        op_name(op),
+        op,
     )
 
 
@@ -252,7 +252,7 @@ def reduce_scatter_tensor(
         out,
         (tensor,),
         (out,),
-        op_name(op),
+        op,
     )
 
 
@@ -275,7 +275,7 @@ def reduce_scatter_tensor_coalesced(
         list(outs),
         list(tensors),
         list(outs),
-        op_name(op),
+        op,
     )
 
 

@@ -9,6 +9,7 @@ threads), one that overlaps with compute on the lane's.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +21,12 @@ from torch.futures import Future
 from weft.errors import PeerTimeoutError
 
 _CLOSE_SECS = 1.0
+# Waking a thread costs its caller tens of microseconds, for nothing where callers wait at
+# once and run their works themselves. While they do, the lane's thread is not woken but
+# glances at its queue now and then; a work that nobody waits for begins that much later,
+# and the next one at once.
+_ALERT_SECS = 0.02
+_GLANCE_SECS = 0.001
 
 
 class LocalWork(dist.Work):
@@ -138,7 +145,10 @@ class Lane:
         self.late_ranks = late_ranks  # those that the work under way waits for
         self._executing = threading.Lock()  # held while a work runs
         self._waiting: deque[tuple[LocalWork, Callable[[], None]]] = deque()
-        self._bell = threading.Semaphore(0)
+        self._bell = threading.Lock()  # held; released once to wake the thread
+        self._bell.acquire()
+        self._is_asleep = False
+        self._is_taken_over = False  # the last work was run by the one who waited for it
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -157,7 +167,12 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        self._bell.release()
+        elif self._is_asleep or not self._is_taken_over:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._bell.locked():
+            self._bell.release()
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run waiting works on this thread until `is_done`, or until another thread is at it."""
@@ -165,16 +180,28 @@ class Lane:
             try:
                 if not self._waiting:
                     return
+                self._is_taken_over = True
                 _run(*self._waiting.popleft())
             finally:
                 self._executing.release()
 
     def _serve(self) -> None:
+        alert_until = 0.0
         while not self._is_closed:
-            self._bell.acquire()
-            with self._executing:
-                if self._waiting:
-                    _run(*self._waiting.popleft())
+            if self._waiting:
+                with self._executing:
+                    if self._waiting:
+                        self._is_taken_over = False
+                        _run(*self._waiting.popleft())
+                alert_until = time.monotonic() + _ALERT_SECS
+            elif time.monotonic() < alert_until:
+                self._bell.acquire(timeout=_GLANCE_SECS)
+            else:
+                self._is_asleep = True
+                if not self._waiting and not self._is_closed:  # looked at again: a submit rings only sleepers
+                    self._bell.acquire()
+                self._is_asleep = False
+                alert_until = time.monotonic() + _ALERT_SECS
 
     def close(self, abort: Callable[[str], None]) -> None:
         """Let the works under way end, then the lane's thread.
@@ -192,7 +219,7 @@ class Lane:
             abort("it was destroyed while collectives were under way")
             drained.wait()
         self._is_closed = True
-        self._bell.release()
+        self._ring()
         thread.join()
         self._thread = None
 
