@@ -44,7 +44,7 @@ def all_reduce(
         tensor,
         (tensor,),
         (tensor,),
-        op,
+        op_name(op),
     )
 
 
@@ -64,7 +64,7 @@ def all_reduce_coalesced(
         given,
         given,
         given,
-        op,
+        op_name(op),
     )
 
 
@@ -228,7 +228,7 @@ def reduce_scatter(
         out,
         given,
         (out,),
-        op,
+        op_name(op),
     )
 
 
@@ -252,7 +252,7 @@ def reduce_scatter_tensor(
         out,
         (tensor,),
         (out,),
-        op,
+        op_name(op),
     )
 
 
@@ -275,7 +275,7 @@ def reduce_scatter_tensor_coalesced(
         list(outs),
         list(tensors),
         list(outs),
-        op,
+        op_name(op),
     )
 
 

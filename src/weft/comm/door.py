@@ -17,7 +17,6 @@ from weft.comm.call import Call, Watcher, call_site
 from weft.comm.desync import watchers_in_force
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
-from weft.comm.names import words_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,7 +70,7 @@ def launch_call(
     result: Any,
     inputs: Tensors,
     outputs: Tensors,
-    detail: object = "",
+    detail: str = "",
     *,
     is_collective: bool = True,
 ) -> Handle[Any]:
@@ -79,8 +78,7 @@ def launch_call(
 
     `start` calls torch.distributed and returns a Work, a list of them, or None when
     the call was done at once. `inputs` are what the rank gives, `outputs` what it gets.
-    `detail` is what else must agree, in words, or a reduce op, whose name is only looked
-    up when somebody watches.
+    `detail` is what else must agree, in words.
     """
     state = state_of(group)
     # Messages concern two ranks, so they are counted apart: the others would fall behind.
@@ -90,9 +88,7 @@ def launch_call(
         ticket = _PlainTicket(group, number, op, (inputs, outputs))
         return Handle(_start(start, ticket), result, ticket)
     site = call_site()
-    watched = _WatchedTicket(
-        Call(op, feature, group, number, tuple(inputs), tuple(outputs), words_of(detail), site)
-    )
+    watched = _WatchedTicket(Call(op, feature, group, number, tuple(inputs), tuple(outputs), detail, site))
     try:
         watched.start(watchers)
         works = _start(start, watched)

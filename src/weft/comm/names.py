@@ -31,11 +31,6 @@ _OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREM
 _NAME_OF = {getattr(dist.ReduceOp, name): name.lower() for name in _OP_NAMES}
 
 
-def words_of(detail: object) -> str:
-    """A call's detail in words: as it is, or a reduce op's name."""
-    return detail if isinstance(detail, str) else op_name(detail)
-
-
 def op_name(op: Any) -> str:
     """A reduce op in lower case, as functional collectives and records name it."""
     name = _NAME_OF.get(op)

@@ -25,7 +25,7 @@ from torch.futures import Future
 from weft.local import cuda_driver
 from weft.local.board import Place
 from weft.local.cuda_driver import HANDLE_BYTES, DeviceBuffer
-from weft.local.memory import Share, plan_share, segment_place
+from weft.local.memory import Share, copy_around, plan_share, segment_place
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, own_segment
 from weft.local.windows import Scratch, TensorWindow, Window
@@ -115,7 +115,7 @@ class CudaMemory:
             if self._staging is not None:
                 self._spare.append(self._staging)
             self._staging = self._take(num_bytes)
-        self._copy_around(self._staged(tensor), tensor, own)
+        copy_around(self._staged(tensor), tensor, own)
         self._is_staged = True
         return segment_place(self._staging.page.name, 0)
 
@@ -127,12 +127,7 @@ class CudaMemory:
     def settle(self, tensor: torch.Tensor, own: Share) -> None:
         """Copy the staged bytes back, if the tensor was staged."""
         if self._is_staged:
-            self._copy_around(tensor, self._staged(tensor), own)
-
-    def _copy_around(self, out: torch.Tensor, source: torch.Tensor, own: Share) -> None:
-        for lo, hi in ((0, own[0]), (own[1], source.numel())):
-            if lo < hi:
-                out[lo:hi].copy_(source[lo:hi], non_blocking=True)
+            copy_around(tensor, self._staged(tensor), own)
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
@@ -143,7 +138,7 @@ class CudaMemory:
             memory = self._open(self._mapped.get(place.segment(member.pid), member.global_rank))
         tensor = memory[place.start :][: numel * dtype.itemsize].view(dtype)
         if tensor.device == self._device:
-            return TensorWindow(tensor, _PIECE_BYTES)
+            return TensorWindow(tensor)
         return _FarWindow(tensor, self.scratch)
 
     def _open(self, page: Segment) -> torch.Tensor:

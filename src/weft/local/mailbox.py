@@ -23,10 +23,8 @@ from weft.errors import DesyncError
 from weft.local.board import Board, RankState, as_bytes
 from weft.local.calls import dtype_number
 from weft.local.meeting import Meeting
-from weft.local.memory import PIECE_BYTES
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
 from weft.local.waiting import TICK_SECS
-from weft.local.windows import copy_in_pieces
 from weft.local.work import LocalWork
 
 _RING_NOTES = 32
@@ -131,7 +129,7 @@ class Mailbox:
         with self._mutex:
             parcel = self._take_parcel(_PARCEL_HEADER_BYTES + num_bytes)
             payload = parcel.tensor[_PARCEL_HEADER_BYTES:][:num_bytes]
-            copy_in_pieces(payload, as_bytes(tensor), PIECE_BYTES)
+            payload.copy_(as_bytes(tensor))
         name = parcel.name
         note = _NOTE.pack(
             tag, tensor.numel(), name.segment_id, name.num_bytes, name.fd, dtype_number(tensor.dtype)

@@ -24,7 +24,7 @@ from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind
 from weft.local.kernel import RemoteMemory
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
-from weft.local.windows import RemoteWindow, Scratch, TensorWindow, Window, copy_in_pieces
+from weft.local.windows import RemoteWindow, Scratch, TensorWindow, Window
 
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
 PIECE_BYTES = 256 * 1024
@@ -150,7 +150,7 @@ class CpuMemory:
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
         if place.kind == PlaceKind.INLINE:
-            return TensorWindow(self._board.inline(peer, slot, dtype), PIECE_BYTES)
+            return TensorWindow(self._board.inline(peer, slot, dtype))
         num_bytes = numel * dtype.itemsize
         member = self._roster.members[peer]
         if place.kind == PlaceKind.SEGMENT:
@@ -160,7 +160,7 @@ class CpuMemory:
             shared = tensor_at(place.start, num_bytes)
         else:
             return RemoteWindow(self._remote[peer], place.start, dtype, self.scratch)
-        return TensorWindow(shared[:num_bytes].view(dtype), PIECE_BYTES)
+        return TensorWindow(shared[:num_bytes].view(dtype))
 
     def plan_share(self, numel: int, size: int, rank: int) -> Share:
         """An equal share for each rank."""
@@ -205,7 +205,6 @@ def segment_place(name: SegmentName, start: int) -> Place:
 
 def copy_around(out: torch.Tensor, source: torch.Tensor, own: Share) -> None:
     """Copy a flat tensor but for the elements of `own`."""
-    piece_numel = PIECE_BYTES // source.itemsize
     for lo, hi in ((0, own[0]), (own[1], source.numel())):
         if lo < hi:
-            copy_in_pieces(out[lo:hi], source[lo:hi], piece_numel)
+            out[lo:hi].copy_(source[lo:hi], non_blocking=True)

@@ -14,7 +14,6 @@ from weft.errors import DesyncError
 from weft.local.calls import Op
 from weft.local.meeting import Call, Meeting
 from weft.local.memory import Memory
-from weft.local.windows import copy_in_pieces
 
 
 class Movements:
@@ -185,4 +184,4 @@ class Movements:
 
     def _copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
         if out.data_ptr() != source.data_ptr():
-            copy_in_pieces(out, source, max(1, self._memory.piece_bytes // out.element_size()))
+            out.copy_(source)
