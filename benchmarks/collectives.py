@@ -78,7 +78,7 @@ QUICK_BYTES = 4 * MB
 
 
 def plan_goals(case: Case) -> list[Goal]:
-    """What issue 2 asks of a case."""
+    """What is asked of a case."""
     if isinstance(case, Door):
         return [
             Goal(case.name, "weft.comm", "dist", 15e-6, Kind.EXTRA),

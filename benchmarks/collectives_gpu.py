@@ -25,7 +25,7 @@ def name_of(size_mb: int) -> str:
 
 
 def plan_goals(size_mb: int) -> list[Goal]:
-    """What issue 2 asks of a size, and how that compares with gloo."""
+    """What is asked of a size, and how that compares with gloo."""
     case, limit_secs = name_of(size_mb), LIMITS_SECS[size_mb]
     candidates = ("weft", "allocated")
     return [

@@ -9,6 +9,7 @@ had arrived; those who left none had not. It costs nothing until something fails
 from __future__ import annotations
 
 import json
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from weft.errors import PeerError, PeerTimeoutError, WeftError
 # Long enough for every rank of a broken group to notice: gloo closes its connections at once.
 _GRACE_SECS = 1.0
 _SIGNS_OF_TIMEOUT = ("timed out", "timeout", "Timed out", "Timeout")
-_SIGNS_OF_DEATH = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "peer")
+_SIGNS_OF_DEATH = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "closed by peer")
 
 
 def explain(error: BaseException, group: dist.ProcessGroup, number: int, words: str) -> BaseException:
@@ -70,10 +71,11 @@ def _exchange_notes(
     try:
         store = store_of(group)
         store.set(f"weft/{topic}/{state.name}/{state.rank}", json.dumps([number, words]))
+        deadline = time.monotonic() + _GRACE_SECS  # for all of them together
         for rank, global_rank in enumerate(state.ranks):
             key = f"weft/{topic}/{state.name}/{rank}"
             try:
-                store.wait([key], timedelta(seconds=_GRACE_SECS))
+                store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
                 seen_number, seen_words = json.loads(store.get(key))
                 notes[global_rank] = (int(seen_number), str(seen_words))
             except (dist.DistStoreError, RuntimeError):

@@ -7,6 +7,7 @@ watching costs nothing while nobody watches.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from weft.comm.group import state_of
 
 _WEFT = Path(__file__).parent.parent
 _DEMO = str(_WEFT / "demo")  # the demo is a user like any other
-_SKIPPED_FOLDERS = (str(_WEFT), str(Path(torch.__file__).parent))
+_SKIPPED_FOLDERS = (f"{_WEFT}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class Watcher(Protocol):
         """Before the call moves anything. An error raised here keeps it from moving."""
         ...
 
-    def finished(self, call: Call, error: BaseException | None) -> None:
-        """When its result is there, or its error. On the thread that found out."""
+    def finished(self, call: Call, error: BaseException | None, end_secs: float) -> None:
+        """When somebody has found its result, or its error, which was there at `end_secs`."""
         ...
 
 

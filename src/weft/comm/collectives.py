@@ -151,6 +151,8 @@ def all_gather_into_tensor_coalesced(
 ) -> Handle[list[torch.Tensor]]:
     """Several all_gather_into_tensor as one call."""
     group = resolve_group(group)
+    if is_compiling():
+        return traced.all_gather_into_tensor_coalesced(outs, tensors, group)  # type: ignore[return-value]
     pairs = list(zip(outs, tensors, strict=True))
     return launch_call(
         "all_gather_into_tensor_coalesced",
@@ -266,6 +268,10 @@ def reduce_scatter_tensor_coalesced(
 ) -> Handle[list[torch.Tensor]]:
     """Several reduce_scatter_tensor as one call."""
     group = resolve_group(group)
+    if is_compiling():
+        return traced.reduce_scatter_tensor_coalesced(  # type: ignore[return-value]
+            outs, tensors, op_name(op), group
+        )
     pairs = list(zip(outs, tensors, strict=True))
     return launch_call(
         "reduce_scatter_tensor_coalesced",

@@ -74,7 +74,7 @@ class DesyncCheck:
             for rank in range(len(state.ranks)):
                 store.delete_key(f"weft/desync/{state.name}/{call.number - 1}/{rank}")
 
-    def finished(self, call: Call, error: BaseException | None) -> None:
+    def finished(self, call: Call, error: BaseException | None, end_secs: float) -> None:
         """Nothing to do: the check comes before the data."""
 
 

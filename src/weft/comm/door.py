@@ -5,6 +5,8 @@ collectives.py, messages.py and objects.py say what is called; this file launche
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,28 +40,30 @@ class _PlainTicket:
     def late(self, timeout_secs: float) -> BaseException:
         return late_error(self._group, self._number, self.words, timeout_secs)
 
-    def ended(self, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None, end_secs: float) -> None:
         pass
 
 
 class _WatchedTicket(_PlainTicket):
     """A call that watchers follow to its end."""
 
-    __slots__ = ("_begun", "_call")
+    __slots__ = ("_begun", "_call", "_mutex")
 
     def __init__(self, call: Call) -> None:
         super().__init__(call.group, call.number, call.words(), None)
         self._call = call
         self._begun: list[Watcher] = []
+        self._mutex = threading.Lock()
 
     def start(self, watchers: Sequence[Watcher]) -> None:
         for watcher in watchers:
             self._begun.append(watcher)
             watcher.started(self._call)
 
-    def ended(self, error: BaseException | None) -> None:
-        while self._begun:
-            self._begun.pop().finished(self._call, error)
+    def ended(self, error: BaseException | None, end_secs: float) -> None:
+        with self._mutex:  # whoever hears of it second returns when it has been told
+            while self._begun:
+                self._begun.pop().finished(self._call, error, end_secs)
 
 
 def launch_call(
@@ -93,10 +97,10 @@ def launch_call(
         watched.start(watchers)
         works = _start(start, watched)
     except BaseException as error:
-        watched.ended(error)
+        watched.ended(error, time.perf_counter())
         raise
     if not works:
-        watched.ended(None)
+        watched.ended(None, time.perf_counter())
     return Handle(works, result, watched)
 
 

@@ -8,6 +8,7 @@ collective and doesn't stop the host. Any thread may wait, and several may.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.futures import Future, collect_all
+
+from weft.errors import PeerTimeoutError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -33,8 +36,8 @@ class Ticket(Protocol):
         """The error of a wait that gives up while the collective goes on."""
         ...
 
-    def ended(self, error: BaseException | None) -> None:
-        """The call has ended. May be said more than once."""
+    def ended(self, error: BaseException | None, end_secs: float) -> None:
+        """The call has ended, at this time of time.perf_counter. May be said more than once."""
         ...
 
 
@@ -83,11 +86,13 @@ class Handle(Generic[T]):
                     work.wait(timedelta(seconds=timeout))
         except Exception as error:
             if timeout is not None and not all(work.is_completed() for work in self._works):
+                if isinstance(error, PeerTimeoutError):
+                    raise  # it names the ranks
                 raise self._late(timeout) from error
             self._error = self._explain(error)
         self._is_waited = True
         if self._ticket is not None:
-            self._ticket.ended(self._error)
+            self._ticket.ended(self._error, _end_secs(self._works))
         self._works, self._ticket = (), None
 
     def _late(self, timeout: float) -> BaseException:
@@ -124,17 +129,17 @@ class Handle(Generic[T]):
             except Exception as error:
                 explained = error if ticket is None else ticket.explain(error)
                 if ticket is not None:
-                    ticket.ended(explained)
+                    ticket.ended(explained, _end_secs(works))
                 raise explained from error
             if ticket is not None:
-                ticket.ended(None)
+                ticket.ended(None, _end_secs(works))
             return self._result
 
         return (futures[0] if len(futures) == 1 else collect_all(futures)).then(complete)
 
     def __del__(self) -> None:
         # Nobody looked whether it went well: with its error gone, gradients could be wrong.
-        if not getattr(self, "_is_waited", True) and not self.is_done():
+        if not getattr(self, "_is_waited", True) and self._is_missed():
             words = self._ticket.words if self._ticket is not None else "a collective"
             warnings.warn(
                 f"a Handle of {words} was dropped without wait(); its error, if it had one, is lost and its "
@@ -142,6 +147,10 @@ class Handle(Generic[T]):
                 ResourceWarning,
                 stacklevel=2,
             )
+
+    def _is_missed(self) -> bool:
+        """Whether something is lost when nobody waits."""
+        return not all(work.is_completed() and work.is_success() for work in self._works)
 
 
 class _Chained(Handle[Any]):
@@ -180,6 +189,9 @@ class _Chained(Handle[Any]):
         """Whether what comes before is done; the step itself runs in `wait`."""
         return self._is_waited or self._parent.is_done()
 
+    def _is_missed(self) -> bool:
+        return True  # its step never ran
+
     def future(self) -> Future[Any]:
         """The step's result as a torch Future."""
 
@@ -188,6 +200,11 @@ class _Chained(Handle[Any]):
             return self.wait()
 
         return _completed(self) if self._is_waited else self._parent.future().then(complete)
+
+
+def _end_secs(works: Sequence[dist.Work]) -> float:
+    """When the last of the works was done, where they know it (the local group's do); now elsewhere."""
+    return max((getattr(work, "end_secs", 0.0) for work in works), default=0.0) or time.perf_counter()
 
 
 def _completed(handle: Handle[Any]) -> Future[Any]:

@@ -1,8 +1,9 @@
 """Record what a rank communicates: `with weft.record() as events`.
 
 Times are of the host (time.perf_counter, one clock for all processes of a machine).
-A collective ends when the rank found its result: on its completion where the group
-says so, else when it was waited for.
+An event is written when the rank waits for its collective (or its future completes).
+Its end is when the collective was done, on the local group; other backends don't tell,
+so there it is when the rank found out. Handles that nobody waits for leave no event.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Recorder:
         if self._rank is None or call.rank == self._rank:
             self._starts[id(call)] = time.perf_counter()
 
-    def finished(self, call: Call, error: BaseException | None) -> None:
+    def finished(self, call: Call, error: BaseException | None, end_secs: float) -> None:
         start_secs = self._starts.pop(id(call), None)
         if start_secs is None:
             return
@@ -86,7 +87,7 @@ class _Recorder:
             detail=call.detail,
             site=call.site,
             start_secs=start_secs,
-            end_secs=time.perf_counter(),
+            end_secs=end_secs,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
         with self._mutex:
@@ -98,8 +99,8 @@ def record() -> Generator[Events]:
     """Record this rank's collectives while the block runs.
 
     Each rank records its own; where ranks are threads, too. Collectives that are
-    still under way at the end of the block are recorded when they end. Calls that
-    bypass the door (bare torch.distributed) are not seen.
+    waited for after the block are recorded then. Calls that bypass the door (bare
+    torch.distributed) are not seen.
     """
     recorder = _Recorder(dist.get_rank() if dist.is_initialized() else None)
     install_watcher(recorder)

@@ -44,9 +44,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> Trace
 def all_reduce_coalesced(tensors: Sequence[torch.Tensor], op: str, group: dist.ProcessGroup) -> TracedHandle:
     """all_reduce of several tensors as one op of the graph."""
     reduced = functional.all_reduce_coalesced(list(tensors), op, group)
-    return TracedHandle(
-        lambda: [t.copy_(functional.wait_tensor(r)) for t, r in zip(tensors, reduced, strict=True)]
-    )
+    return TracedHandle(lambda: _fill(tensors, reduced))
 
 
 def broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup) -> TracedHandle:
@@ -67,6 +65,29 @@ def reduce_scatter_tensor(
     """reduce_scatter_tensor in the graph."""
     part = functional.reduce_scatter_tensor(tensor, op, 0, group)
     return TracedHandle(lambda: out.copy_(functional.wait_tensor(part).view(out.shape)))
+
+
+def all_gather_into_tensor_coalesced(
+    outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> TracedHandle:
+    """Several all_gather_into_tensor as one op of the graph."""
+    gathered = functional.all_gather_into_tensor_coalesced(list(tensors), group)
+    return TracedHandle(lambda: _fill(outs, gathered))
+
+
+def reduce_scatter_tensor_coalesced(
+    outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: str, group: dist.ProcessGroup
+) -> TracedHandle:
+    """Several reduce_scatter_tensor as one op of the graph."""
+    parts = functional.reduce_scatter_tensor_coalesced(list(tensors), op, [0] * len(tensors), group)
+    return TracedHandle(lambda: _fill(outs, parts))
+
+
+def _fill(outs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        out.copy_(functional.wait_tensor(result).view(out.shape))
+        for out, result in zip(outs, results, strict=True)
+    ]
 
 
 def all_to_all_single(

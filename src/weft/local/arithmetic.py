@@ -140,6 +140,8 @@ def _wide_dtype(name: str, dtype: torch.dtype, size: int) -> torch.dtype:
     if dtype in (torch.float16, torch.bfloat16) and name in ("SUM", "AVG", "PREMUL_SUM", "PRODUCT"):
         # Two ranks' sum is rounded once either way; an average must not overflow on the way.
         return dtype if size <= 2 and name in ("SUM", "PRODUCT") else torch.float32
+    if name == "AVG" and dtype in (torch.int8, torch.int16, torch.int32, torch.uint8):
+        return torch.int64
     if dtype is torch.complex32:
         return torch.complex64
     return dtype

@@ -103,7 +103,7 @@ class _Introduction:
         ]
 
     def _member(self, global_rank: int, entry: dict[str, Any]) -> Member:
-        member = Member(global_rank, entry["pid"], entry["host"])
+        member = Member(global_rank, entry["pid"])
         if entry["probe"] == _PROBE.raw.hex() and member.pid == os.getpid():
             return replace(member, can_be_read=True, is_thread_here=True)
         probe = bytes.fromhex(entry["probe"])
@@ -112,12 +112,18 @@ class _Introduction:
     def page(self, num_bytes: int) -> Segment:
         """The board's shared page: made by rank 0, opened by the others."""
         if self.rank == 0:
-            segment = own_segment(num_bytes, is_reclaimed=False)
-            name = segment.name
-            self.store.set("page", json.dumps([name.pid, name.fd, name.segment_id, name.num_bytes]))
+            try:
+                segment = own_segment(num_bytes, is_reclaimed=False)
+            except ConfigError as error:
+                self.store.set("page", json.dumps({"error": str(error)}))
+                raise
+            self.store.set("page", json.dumps({"name": tuple(segment.name)}))
             return segment
         self._wait(["page"])
-        return open_segment(SegmentName(*json.loads(self.store.get("page"))), self.global_ranks[0])
+        told = json.loads(self.store.get("page"))
+        if "error" in told:
+            raise ConfigError(f"rank {self.global_ranks[0]} could not make the group: {told['error']}")
+        return open_segment(SegmentName(*told["name"]), self.global_ranks[0])
 
     def agree_on_direct(self, roster: Roster) -> bool:
         """Whether every rank may read every other's memory. WEFT_DIRECT_COPY=0 forbids it.

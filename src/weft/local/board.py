@@ -13,7 +13,7 @@ Invariant: a rank is never more than one collective ahead of another, because
 each collective begins by waiting for everyone. So two slots and two inline
 buffers, used in turn, are never overwritten while a peer still reads them.
 
-Waiting and blaming is `meeting.py`'s work; this file only knows the layout.
+Waiting and blaming is `waiting.py`'s work; this file only knows the layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAILBOX_BELL_AT = 960  # its own cache line: the mailbox rings it
 _STATE = struct.Struct(f"<iiI{_REASON_BYTES}s")  # state, whether time ran out, length, words
 # op, reduce op, dtype, root; element count; call number
 _SIGNATURE = struct.Struct("<HHHhqQ")
-_PLACE = struct.Struct("<iiqqqdq")
+_PLACE = struct.Struct("<iiqqqqdq")
 
 
 class RankState(IntEnum):
@@ -91,13 +91,14 @@ class Place(NamedTuple):
     fd: int = 0
     segment_id: int = 0
     num_bytes: int = 0  # of the segment
+    inode: int = 0  # of the segment
     start: int = 0  # offset in the segment, or the address
     factor: float = 1.0
     gpu: int = 0  # a number of the rank's GPU that is the same in every process
 
     def segment(self, pid: int) -> SegmentName:
         """The segment's name, for a Place of kind SEGMENT."""
-        return SegmentName(pid, self.fd, self.segment_id, self.num_bytes)
+        return SegmentName(pid, self.fd, self.segment_id, self.num_bytes, self.inode)
 
 
 class Board:
@@ -143,8 +144,7 @@ class Board:
     def advance(self) -> int:
         """Say that this rank has done one more step, and wake whoever waits for it."""
         index, word = self._phase_index[self.rank], self._phase_word[self.rank]
-        if not kernel.STORES_STAY_IN_ORDER:
-            kernel.futex_wake(word)  # for its memory fence
+        kernel.fence()
         phase = self._counters[index] + 1
         self._counters[index] = phase
         kernel.futex_wake(word)
@@ -196,6 +196,7 @@ class Board:
             text = text[:_REASON_BYTES]
             # The reason first: a peer that sees the new state must find its reason there.
             _STATE.pack_into(self._bytes, at, self._bytes[at], reason.is_timeout, len(text), text)
+            kernel.fence()
         self._bytes[at] = state
         self.wake_everyone()
 

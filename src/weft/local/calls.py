@@ -32,7 +32,7 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 
 
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda", "a shared GPU")
 _NUMBERS_A_DEVICE = 1024
 
 

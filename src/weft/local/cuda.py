@@ -14,6 +14,7 @@ against 0.38 to 0.49 for 256 KB), so there is one way for all sizes.
 from __future__ import annotations
 
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,6 @@ class CudaMemory:
     """The memory of one device's tensors. Used by one collective at a time."""
 
     piece_bytes = _PIECE_BYTES
-    device_number = 1
 
     def __init__(self, roster: Roster, segments: MappedSegments, device: torch.device) -> None:
         self._roster = roster
@@ -70,16 +70,19 @@ class CudaMemory:
         self._spare: list[_Slip] = []
         self._buffers: list[DeviceBuffer] = []
         weakref.finalize(self, cuda_driver.free_buffers, self._buffers).atexit = False
+        self._mutex = threading.Lock()  # `allocate` is called on any thread
         self._staging: _Slip | None = None
+        self._settled: torch.Event | None = None  # behind the last copy out of the staging buffer
         self._is_staged = False
 
     def _take(self, num_bytes: int) -> _Slip:
         """A buffer of at least `num_bytes`: a dropped one that fits, or a new one."""
-        for slip in self._spare:
-            if num_bytes <= slip.buffer.num_bytes <= 2 * num_bytes:
-                self._spare.remove(slip)
+        with self._mutex:
+            fitting = [slip for slip in self._spare if num_bytes <= slip.buffer.num_bytes <= 2 * num_bytes]
+            if fitting:
+                self._spare.remove(fitting[0])
                 torch.cuda.synchronize(self._device)  # whatever still used it
-                return slip
+                return fitting[0]
         buffer = cuda_driver.new_buffer(max(1, num_bytes), self._device)
         self._buffers.append(buffer)
         page = own_segment(_SLIP.size)
@@ -115,6 +118,8 @@ class CudaMemory:
             if self._staging is not None:
                 self._spare.append(self._staging)
             self._staging = self._take(num_bytes)
+        if self._settled is not None:  # the collective before may have run on another stream
+            torch.cuda.current_stream(self._device).wait_event(self._settled)
         copy_around(self._staged(tensor), tensor, own)
         self._is_staged = True
         return segment_place(self._staging.page.name, 0)
@@ -128,6 +133,7 @@ class CudaMemory:
         """Copy the staged bytes back, if the tensor was staged."""
         if self._is_staged:
             copy_around(tensor, self._staged(tensor), own)
+            self._settled = torch.cuda.current_stream(self._device).record_event()
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
@@ -162,6 +168,11 @@ class CudaMemory:
         if self._is_shared_gpu:
             return (0, numel) if rank == 0 else (0, 0)
         return plan_share(numel, size, rank)
+
+    @property
+    def device_number(self) -> int:
+        """For signatures: ranks that plan shares in different ways must not go on."""
+        return 2 if self._is_shared_gpu else 1
 
     def learn_gpus(self, gpus: Sequence[int]) -> None:
         """Hear which GPU each rank uses."""

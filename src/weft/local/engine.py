@@ -82,15 +82,22 @@ class Engine:
         memory = owner.memory.allocate(max(1, numel) * dtype.itemsize)
         return memory[: numel * dtype.itemsize].view(dtype).view(shape)
 
-    def work_for(self, words: str, results: Sequence[torch.Tensor]) -> LocalWork:
-        """A work for a call on these tensors, ordered with the streams of their device."""
-        if results and results[0].is_cuda:
+    def work_for(
+        self, words: str, results: Sequence[torch.Tensor], device_of: torch.Tensor | None
+    ) -> LocalWork:
+        """A work for a call, ordered with the streams of the tensor's device."""
+        if device_of is not None and device_of.is_cuda:
             from weft.local.cuda import CudaMemory, CudaWork
 
-            memory = self._gpu(results[0].device).memory
+            memory = self._gpu(device_of.device).memory
             assert isinstance(memory, CudaMemory)
             return CudaWork(words, results, memory.stream)
         return LocalWork(words, results)
+
+    @property
+    def is_in_its_process(self) -> bool:
+        """Whether this is the process that made the group: a forked child has no part in it."""
+        return os.getpid() == self._pid
 
     def check_open(self) -> None:
         """Raise if the group was left or has failed."""
@@ -102,11 +109,12 @@ class Engine:
 
     def abort(self, reason: str) -> None:
         """Close the group for every rank."""
-        self._meeting.fail(reason)
+        if self.is_in_its_process:
+            self._meeting.fail(reason)
 
     def close(self, why: str) -> None:
         """Leave the group. Peers that still need this rank raise PeerError."""
-        if os.getpid() == self._pid:  # a forked child has no part in the group
+        if self.is_in_its_process:
             self.mailbox.close()
             self._meeting.leave(why)
             self._roster.unlock()

@@ -94,8 +94,9 @@ class LocalGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group, after the works that are under way."""
-        self._lane.close(self.engine.abort)
-        self.engine.close("it was destroyed")
+        if self.engine.is_in_its_process:
+            self._lane.close(self.engine.abort)
+            self.engine.close("it was destroyed")
 
     # -- reductions ---------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class LocalGroup(dist.ProcessGroup):
             with flat_outputs(outs) as flats:
                 return on.movements.gather(flats, flat_input([tensor]), root, secs)
 
-        return self._submit(Op.GATHER, outs or [], options, task)
+        return self._submit(Op.GATHER, outs or [], options, task, device_of=tensor)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
         """Copy the root's tensors, one to each rank."""
@@ -357,11 +358,14 @@ class LocalGroup(dist.ProcessGroup):
         task: Callable[[float], None],
         *,
         num_tensors: int = 1,
+        device_of: torch.Tensor | None = None,  # where it is not that of the results
     ) -> LocalWork:
         secs = options.timeout.total_seconds()
         if secs <= 0:  # c10d's way to say that none was given
             secs = self._timeout_secs
-        work = self.engine.work_for(arguments.words(op), results)
+        if device_of is None and results:
+            device_of = results[0]
+        work = self.engine.work_for(arguments.words(op), results, device_of)
 
         def run() -> None:
             if num_tensors > 1:  # a rank with one tensor differs from the others by its call

@@ -15,17 +15,18 @@ import errno
 import os
 import platform
 import sys
+from typing import Any
 
 from weft.errors import ConfigError, PeerError
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _EVERYONE = 2**31 - 1
-_FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 
 # x86 keeps one core's stores in order for every other core; elsewhere a fence is
 # needed between the data and the word that announces it.
-STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+_STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class _Timespec(ctypes.Structure):
@@ -52,27 +53,48 @@ def check_supported() -> None:
         )
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
-_syscall.restype = ctypes.c_long
+def _load_libc() -> Any:
+    """The C library with the calls below; elsewhere than on Linux nothing, so that importing works."""
+    if not is_supported():
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_writev.restype = ctypes.c_ssize_t
+    return libc
+
+
+_libc = _load_libc()
 _NUMBER = ctypes.c_long(_FUTEX_NUMBER.get(platform.machine(), -1))
 _WAIT = ctypes.c_int(_FUTEX_WAIT)
 _WAKE = ctypes.c_int(_FUTEX_WAKE)
 _ALL = ctypes.c_int(_EVERYONE)
 _ZERO = ctypes.c_int(0)
-yield_core = _libc.sched_yield
+_DUMMY = ctypes.c_uint(0)
+_DUMMY_WORD = ctypes.c_void_p(ctypes.addressof(_DUMMY))
+
+
+def yield_core() -> None:
+    """Let another thread have this core for a moment."""
+    _libc.sched_yield()
+
+
+def fence() -> None:
+    """Keep later stores behind earlier ones, for every core. Nothing to do on x86."""
+    if not _STORES_STAY_IN_ORDER:
+        futex_wake(_DUMMY_WORD)  # the kernel runs a full fence in it
 
 
 def futex_wake(word: ctypes.c_void_p) -> None:
     """Wake every waiter on the word. The kernel runs a full memory fence in it."""
-    _syscall(_NUMBER, word, _WAKE, _ALL, None, None, _ZERO)
+    _libc.syscall(_NUMBER, word, _WAKE, _ALL, None, None, _ZERO)
 
 
 def futex_wait(word: ctypes.c_void_p, seen: int, secs: float) -> None:
     """Sleep until the word differs from `seen`, someone wakes it, or `secs` have passed."""
     nanosecs = int(secs * 1e9)
     limit = _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
-    _syscall(_NUMBER, word, _WAIT, ctypes.c_uint(seen & 0xFFFFFFFF), ctypes.byref(limit), None, _ZERO)
+    _libc.syscall(_NUMBER, word, _WAIT, ctypes.c_uint(seen & 0xFFFFFFFF), ctypes.byref(limit), None, _ZERO)
 
 
 class RemoteMemory:
@@ -102,7 +124,7 @@ class RemoteMemory:
         """Copy from our address `here` to the peer's address `there`."""
         self._move(_libc.process_vm_writev, here, there, num_bytes)
 
-    def _move(self, call: ctypes._NamedFuncPointer, here: int, there: int, num_bytes: int) -> None:
+    def _move(self, call: Any, here: int, there: int, num_bytes: int) -> None:
         while num_bytes:
             self._here.address, self._here.num_bytes = here, num_bytes
             self._there.address, self._there.num_bytes = there, num_bytes
@@ -117,10 +139,6 @@ class RemoteMemory:
                 )
             # The kernel moves at most 2 GiB a call and may stop short at a page.
             here, there, num_bytes = here + moved, there + moved, num_bytes - moved
-
-
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_writev.restype = ctypes.c_ssize_t
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> bool:

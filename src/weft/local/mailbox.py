@@ -9,6 +9,7 @@ nobody else from working.
 
 from __future__ import annotations
 
+import mmap
 import struct
 import threading
 import time
@@ -19,7 +20,8 @@ from datetime import timedelta
 import torch
 from torch.futures import Future
 
-from weft.errors import DesyncError
+from weft.errors import DesyncError, PeerTimeoutError
+from weft.local import kernel
 from weft.local.board import Board, RankState, as_bytes
 from weft.local.calls import dtype_number
 from weft.local.meeting import Meeting
@@ -28,7 +30,7 @@ from weft.local.waiting import TICK_SECS
 from weft.local.work import LocalWork
 
 _RING_NOTES = 32
-_NOTE = struct.Struct("<qqqqii")  # tag, element count, segment id, segment bytes, fd, dtype
+_NOTE = struct.Struct("<qqqqqii")  # tag, element count, segment id, its bytes, inode, fd, dtype
 _NOTE_BYTES = 64
 _HEAD_AT, _TAIL_AT, _NOTES_AT = 0, 64, 128
 _RING_BYTES = _NOTES_AT + _RING_NOTES * _NOTE_BYTES
@@ -72,11 +74,16 @@ class ReceiveWork(LocalWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the message is here."""
-        deadline = self._deadline
-        if timeout is not None and timeout.total_seconds() > 0:
-            deadline = time.monotonic() + timeout.total_seconds()
-        if not self.is_completed():
-            self._mailbox.wait_for(self, deadline)
+        if self.is_completed():
+            return super().wait()
+        if timeout is None or timeout.total_seconds() <= 0:
+            self._mailbox.wait_for(self, self._deadline)
+        elif not self._mailbox.wait_awhile_for(self, time.monotonic() + timeout.total_seconds()):
+            raise PeerTimeoutError(
+                f"{self._mailbox.words_of(self)} was not done within {timeout.total_seconds():g} s. It goes "
+                "on: wait again for it.",
+                self._mailbox.blamed_for(self),
+            )
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -131,22 +138,26 @@ class Mailbox:
             payload = parcel.tensor[_PARCEL_HEADER_BYTES:][:num_bytes]
             payload.copy_(as_bytes(tensor))
         name = parcel.name
-        note = _NOTE.pack(
-            tag, tensor.numel(), name.segment_id, name.num_bytes, name.fd, dtype_number(tensor.dtype)
-        )
+        dtype = dtype_number(tensor.dtype)
+        note = _NOTE.pack(tag, tensor.numel(), name.segment_id, name.num_bytes, name.inode, name.fd, dtype)
         ring = self._ring(self._meeting.rank, target)
         counters = ring[:_NOTES_AT].cast("Q")
 
         def is_full() -> bool:
             return counters[_HEAD_AT // 8] - counters[_TAIL_AT // 8] >= _RING_NOTES
 
-        self._wait_until(
-            lambda: not is_full(), target, deadline, lambda: f"send(to {self._name(target)}, tag {tag})"
-        )
-        with self._mutex:
-            at = _NOTES_AT + (counters[_HEAD_AT // 8] % _RING_NOTES) * _NOTE_BYTES
-            ring[at : at + _NOTE.size] = note
-            counters[_HEAD_AT // 8] += 1
+        def put_note() -> bool:
+            with self._mutex:
+                if is_full():
+                    return False
+                at = _NOTES_AT + (counters[_HEAD_AT // 8] % _RING_NOTES) * _NOTE_BYTES
+                ring[at : at + _NOTE.size] = note
+                kernel.fence()
+                counters[_HEAD_AT // 8] += 1
+                return True
+
+        what = f"send(to {self._name(target)}, tag {tag})"
+        self._wait_until(put_note, target, deadline, lambda: what)
         self._board.ring(target)
 
     def _take_parcel(self, num_bytes: int) -> Segment:
@@ -155,6 +166,8 @@ class Mailbox:
                 parcel.memory[0] = 0
                 return parcel
         parcel = own_segment(num_bytes)
+        # Those that are free and too small go, or growing messages would pile them up.
+        self._parcels = [kept for kept in self._parcels if kept.memory[0] != _TAKEN]
         self._parcels.append(parcel)
         return parcel
 
@@ -174,13 +187,25 @@ class Mailbox:
         return work
 
     def wait_for(self, work: ReceiveWork, deadline: float) -> None:
-        """Deliver until this receive is done."""
-        self._wait_until(
-            lambda: LocalWork.is_completed(work),
-            work.source,
-            deadline,
-            lambda: f"recv(from {self._name(work.source)}, tag {work.tag})",
+        """Deliver until this receive is done. The group is closed if it takes too long."""
+        if not self.wait_awhile_for(work, deadline):
+            waiter, others = self._meeting.waiter, self._meeting.roster.others
+            waiter.give_up(lambda: self.words_of(work), others if work.source < 0 else [work.source])
+
+    def wait_awhile_for(self, work: ReceiveWork, deadline: float) -> bool:
+        """Deliver until this receive is done, or until the deadline: then False."""
+        return self._is_done_by(
+            deadline, lambda: LocalWork.is_completed(work), work.source, lambda: self.words_of(work)
         )
+
+    def words_of(self, work: ReceiveWork) -> str:
+        """The receive in words."""
+        return f"recv(from {self._name(work.source)}, tag {work.tag})"
+
+    def blamed_for(self, work: ReceiveWork) -> list[int]:
+        """The ranks, of the world, that the receive waits for."""
+        roster = self._meeting.roster
+        return roster.global_ranks(roster.others if work.source < 0 else [work.source])
 
     def deliver(self) -> None:
         """Take every note out of the rings, and hand each letter to the receive that waits for it."""
@@ -200,17 +225,18 @@ class Mailbox:
         pid = self._meeting.roster.members[source].pid
         while counters[_TAIL_AT // 8] < counters[_HEAD_AT // 8]:
             at = _NOTES_AT + (counters[_TAIL_AT // 8] % _RING_NOTES) * _NOTE_BYTES
-            tag, numel, segment_id, num_bytes, fd, dtype = _NOTE.unpack_from(ring, at)
+            tag, numel, segment_id, num_bytes, inode, fd, dtype = _NOTE.unpack_from(ring, at)
             counters[_TAIL_AT // 8] += 1
             self._board.ring(source)
-            parcel = SegmentName(pid, fd, segment_id, num_bytes)
+            parcel = SegmentName(pid, fd, segment_id, num_bytes, inode)
             self._letters.append(_Letter(source, tag, numel, dtype, parcel))
 
     def _hand_over(self, letter: _Letter, work: ReceiveWork) -> None:
+        taken: mmap.mmap | None = None
         try:
             sender = self._meeting.roster.members[letter.source].global_rank
             parcel = self._mapped.get(letter.parcel, sender)
-            flat = work.tensor
+            flat, taken = work.tensor, parcel.memory
             if (letter.numel, letter.dtype) != (flat.numel(), dtype_number(flat.dtype)):
                 raise DesyncError(
                     f"recv: rank {sender} sent {letter.numel} elements with tag {letter.tag}; this tensor "
@@ -222,28 +248,35 @@ class Mailbox:
             with torch.inference_mode():
                 flat.detach().copy_(payload.view(flat.shape))
             work.found_source = letter.source
-            parcel.memory[0] = _TAKEN
         except BaseException as error:
             work.finish(error)
         else:
             work.finish()
+        if taken is not None:
+            taken[0] = _TAKEN  # also one that did not fit: its sender may use the memory again
 
     # -- waiting ------------------------------------------------------------------
 
     def _wait_until(
         self, is_done: Callable[[], bool], peer: int, deadline: float, what: Callable[[], str]
     ) -> None:
-        """Deliver and sleep in turns until `is_done`, or raise for the peer's sake."""
+        """Deliver and sleep in turns until `is_done`; past the deadline the group is closed."""
+        if not self._is_done_by(deadline, is_done, peer, what):
+            self._meeting.waiter.give_up(what, [peer])
+
+    def _is_done_by(
+        self, deadline: float, is_done: Callable[[], bool], peer: int, what: Callable[[], str]
+    ) -> bool:
         while True:
             seen = self._board.bell(self._meeting.rank)
             # Looked at before delivering: what a rank sent before it left still counts.
             has_left = peer >= 0 and self._board.state(peer) == RankState.LEFT
             self.deliver()
             if is_done():
-                return
+                return True
             self._meeting.waiter.check_peers(what, {peer} if has_left else set())
             if time.monotonic() > deadline:
-                self._meeting.waiter.give_up(what, [peer] if peer >= 0 else self._meeting.roster.others)
+                return False
             self._board.sleep_on_bell(seen, TICK_SECS)
 
     def _ring(self, source: int, target: int) -> memoryview:

@@ -11,7 +11,9 @@ PeerError when a rank is dead, gone or late (the group is closed).
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ from weft.local.waiting import Waiter, closed_by
 from weft.local.windows import Window
 
 _NOWHERE = Place(PlaceKind.NOWHERE)
+# Tensors of collectives that failed here while peers might still read or write them. A
+# freed one could by then hold something else, so they stay for as long as the process.
+_abandoned: list[torch.Tensor] = []
 
 
 class Call(NamedTuple):
@@ -56,11 +61,17 @@ class Meeting:
         self.waiter = Waiter(board, roster, group_name)
         self._segments = segments
         self._num_freed = [0] * roster.size  # of each rank's segments, as far as we have heard
+        self._pid = os.getpid()
         self._number = 0
         self._closed: str | None = None
 
     def check_open(self) -> None:
         """Raise if the group was left or has failed."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{self._group_name} was made before this process was forked from rank "
+                f"{self.roster.members[self.rank].global_rank}; only its maker can use it."
+            )
         if self._closed is not None:
             raise StateError(f"{self._group_name} is closed: {self._closed}. Make a new group.")
         if self.board.state(self.rank) == RankState.FAILED:
@@ -85,13 +96,16 @@ class Meeting:
             # Counted only now: a call that could not even be posted changed nothing.
             self._number += 1
             memory.finish_writes()
-            self.waiter.wait_for_all(board.advance(), round_.words, round_.deadline)
-        except PeerError:
-            raise
+            phase = board.advance()
+            self.waiter.wait_for_all(phase, round_.words, round_.deadline)
         except BaseException as error:
-            self.fail(f"{type(error).__name__} in {round_.words()}: {error}")
+            self.abandon(tensor, error, round_.words)
             raise
         for peer in self.roster.others:
+            if board.state(peer) == RankState.FAILED and not (round_.is_inline and board.phase(peer) > phase):
+                # It has given up this very collective, and not a later one.
+                self.abandon(tensor, None, round_.words)
+                self.waiter.check_peers(round_.words, ())
             if board.num_freed(peer) != self._num_freed[peer]:
                 self._drop_freed(peer)
             if not board.same_call(peer, slot, signature):
@@ -99,6 +113,21 @@ class Meeting:
         if memory.gpu:
             memory.learn_gpus([board.place(peer, slot).gpu for peer in range(self.size)])
         return round_
+
+    def abandon(
+        self, tensor: torch.Tensor | None, error: BaseException | None, words: Callable[[], str]
+    ) -> None:
+        """Give a collective up that peers may still work on: close the group, keep its memory.
+
+        Raises the real cause where a peer's memory could not be reached since it has ended.
+        """
+        if tensor is not None:
+            _abandoned.append(tensor)
+        if error is None or self.board.state(self.rank) == RankState.FAILED:
+            return
+        if isinstance(error, PeerError):
+            self.waiter.check_peers(words, ())
+        self.fail(f"{type(error).__name__} in {words()}: {error}")
 
     def _drop_freed(self, peer: int) -> None:
         """Unmap what the peer has given back."""
@@ -201,13 +230,16 @@ class Round:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            if not isinstance(error, PeerError):
-                self._meeting.fail(f"{kind.__name__ if kind else ''} in {self.words()}: {error}")
+            self._meeting.abandon(self.tensor, error, self.words)
             return
         if self.is_inline:
             return  # the peers read our inline buffer, which we don't touch before the next meeting
         self._memory.finish_writes()
         meeting = self._meeting
-        meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self.deadline)
+        try:
+            meeting.waiter.wait_for_all(meeting.board.advance(), self.words, self.deadline)
+        except BaseException as failure:
+            meeting.abandon(self.tensor, failure, self.words)
+            raise
         if self.call.is_written and self.tensor is not None:
             self._memory.settle(self.tensor, self.call.own)

@@ -38,7 +38,12 @@ class Memory(Protocol):
 
     piece_bytes: int
     scratch: Scratch
-    device_number: int  # of the kind of device, for signatures
+
+    @property
+    def device_number(self) -> int:
+        """Of the kind of device, for signatures."""
+        ...
+
     gpu: int  # a number of the GPU that is the same in every process; 0 on the CPU
 
     def is_inline(self, numel: int, dtype: torch.dtype | None) -> bool:
@@ -124,9 +129,11 @@ class CpuMemory:
             return _INLINE
         address = tensor.data_ptr()
         if self._allocated:
-            base = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()
+            base = storage.data_ptr()
             name = self._allocated.get(base)
-            if name is not None:
+            # An entry goes just after its memory: another tensor may lie there for a moment.
+            if name is not None and storage.nbytes() == name.num_bytes:
                 return segment_place(name, address - base)
         if self._is_direct and not _is_pinned(tensor):
             return Place(PlaceKind.ADDRESS, start=address)
@@ -200,7 +207,7 @@ def tensor_at(address: int, num_bytes: int) -> torch.Tensor:
 
 def segment_place(name: SegmentName, start: int) -> Place:
     """The place of a tensor in a segment."""
-    return Place(PlaceKind.SEGMENT, name.fd, name.segment_id, name.num_bytes, start)
+    return Place(PlaceKind.SEGMENT, name.fd, name.segment_id, name.num_bytes, name.inode, start)
 
 
 def copy_around(out: torch.Tensor, source: torch.Tensor, own: Share) -> None:

@@ -24,7 +24,6 @@ class Member:
 
     global_rank: int
     pid: int
-    host: str  # the machine's boot, so that two containers of one machine are one host
     can_be_read: bool = False  # by us, with cross-memory copies
     is_thread_here: bool = False  # a sister thread of this process
 

@@ -13,10 +13,11 @@ import ctypes
 import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,14 +28,14 @@ _KEPT_MAPPINGS = 256
 _FALLOC_KEEP_SIZE_AND_PUNCH_HOLE = 0x3
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentName:
+class SegmentName(NamedTuple):
     """What a peer needs to find a segment: valid as long as its owner lives and keeps it."""
 
     pid: int
     fd: int
-    segment_id: int  # never reused in a process, so a reused fd can't be mistaken
+    segment_id: int  # never reused in a process
     num_bytes: int
+    inode: int  # what the descriptor must lead to, should its number have been reused
 
 
 class Segment:
@@ -73,7 +74,7 @@ def own_segment(num_bytes: int, *, is_reclaimed: bool = True) -> Segment:
         raise ConfigError(f"weft shared memory: {num_bytes} bytes can't be mapped ({error}).") from error
     owner = os.getpid()
     weakref.finalize(memory, _free, owner, fd, num_bytes if is_reclaimed else 0).atexit = False
-    return Segment(SegmentName(owner, fd, next(_segment_ids), num_bytes), memory)
+    return Segment(SegmentName(owner, fd, next(_segment_ids), num_bytes, os.fstat(fd).st_ino), memory)
 
 
 def _free(owner: int, fd: int, num_bytes: int) -> None:
@@ -95,23 +96,26 @@ class MappedSegments:
 
     def __init__(self) -> None:
         self._segments: OrderedDict[tuple[int, int], Segment] = OrderedDict()
+        self._mutex = threading.Lock()  # collectives and messages run on different threads
 
     def get(self, name: SegmentName, rank: int) -> Segment:
         """The peer's segment, mapped here. `rank` is for the error when its owner is gone."""
         key = (name.pid, name.segment_id)
-        segment = self._segments.get(key)
-        if segment is None:
-            segment = self._segments[key] = open_segment(name, rank)
-            if len(self._segments) > _KEPT_MAPPINGS:
-                self._segments.popitem(last=False)
-        self._segments.move_to_end(key)
+        with self._mutex:
+            segment = self._segments.get(key)
+            if segment is None:
+                segment = self._segments[key] = open_segment(name, rank)
+                if len(self._segments) > _KEPT_MAPPINGS:
+                    self._segments.popitem(last=False)
+            self._segments.move_to_end(key)
         return segment
 
     def drop(self, pid: int, segment_ids: Collection[int] | None) -> None:
         """Unmap these segments of a process; all of them for None."""
-        for key in list(self._segments):
-            if key[0] == pid and (segment_ids is None or key[1] in segment_ids):
-                del self._segments[key]
+        with self._mutex:
+            for key in list(self._segments):
+                if key[0] == pid and (segment_ids is None or key[1] in segment_ids):
+                    del self._segments[key]
 
 
 def open_segment(name: SegmentName, rank: int) -> Segment:
@@ -128,6 +132,8 @@ def open_segment(name: SegmentName, rank: int) -> Segment:
             "run as one user; a program that made itself undumpable can't share memory this way."
         ) from error
     try:
+        if os.fstat(fd).st_ino != name.inode:
+            raise PeerError(f"rank {rank} (pid {name.pid}) has freed memory that it had exposed.", [rank])
         memory = mmap.mmap(fd, name.num_bytes)
     finally:
         os.close(fd)
@@ -154,6 +160,12 @@ def free_memory_bytes() -> int:
             limit = limit_file.read().strip()
         with open("/sys/fs/cgroup/memory.current", "rb") as used_file:
             used = int(used_file.read())
+        with open("/sys/fs/cgroup/memory.stat", "rb") as stat_file:
+            stat = dict(line.split() for line in stat_file)
     except OSError:
         return free_bytes
-    return free_bytes if limit == b"max" else max(0, min(free_bytes, int(limit) - used))
+    if limit == b"max":
+        return free_bytes
+    # Pages of files are counted as used, but make room when they must.
+    reclaimable = int(stat.get(b"active_file", 0)) + int(stat.get(b"inactive_file", 0))
+    return max(0, min(free_bytes, int(limit) - used + reclaimable))

@@ -1,6 +1,6 @@
 """Wait for the other ranks, and say who is to blame when they don't come.
 
-A wait ends in one of four ways: everyone arrived; a rank died, left or failed
+A wait ends in one of three ways: everyone arrived; a rank died, left or failed
 (PeerError, within a tenth of a second); or time ran out (PeerTimeoutError, naming
 the ranks that had not arrived). Whoever gives up says so on the board, so that
 every other rank of the group gives up too, for the same reason.

@@ -42,6 +42,7 @@ class LocalWork(dist.Work):
         self._done: threading.Event | None = None
         self._future: Future[list[torch.Tensor]] | None = None
         self.lane: Lane | None = None  # where it waits to be run
+        self.end_secs = 0.0  # when it was done, by time.perf_counter
 
     def run(self, task: Callable[[float], None], timeout_secs: float) -> None:
         """Do the work, on whichever thread calls this."""
@@ -58,12 +59,14 @@ class LocalWork(dist.Work):
         """Called once by whoever ran the work."""
         with self._mutex:
             self._error = error
+            self.end_secs = time.perf_counter()
             self._is_done = True
             done, future = self._done, self._future
         if done is not None:
             done.set()
         if future is not None:
-            self._complete(future)
+            # On a thread of its own: what hangs on the future may wait for the works behind this one.
+            threading.Thread(target=self._complete, args=(future,), name="weft-future", daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the work is done; raise what went wrong in it."""
@@ -145,6 +148,7 @@ class Lane:
         self.late_ranks = late_ranks  # those that the work under way waits for
         self._executing = threading.Lock()  # held while a work runs
         self._waiting: deque[tuple[LocalWork, Callable[[], None]]] = deque()
+        self._ringing = threading.Lock()
         self._bell = threading.Lock()  # held; released once to wake the thread
         self._bell.acquire()
         self._is_asleep = False
@@ -165,14 +169,20 @@ class Lane:
         work.before_queue()
         self._waiting.append((work, task))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            self._start_thread()
         elif self._is_asleep or not self._is_taken_over:
             self._ring()
 
+    def _start_thread(self) -> None:
+        with self._ringing:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+
     def _ring(self) -> None:
-        if self._bell.locked():
-            self._bell.release()
+        with self._ringing:  # callers may be several threads
+            if self._bell.locked():
+                self._bell.release()
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run waiting works on this thread until `is_done`, or until another thread is at it."""

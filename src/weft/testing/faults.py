@@ -183,7 +183,7 @@ class Injection:
         for place in due:
             _fire(self._faults[place], f"call {call.number} of its group, {call.words()}, at {call.site}")
 
-    def finished(self, call: Call, error: BaseException | None) -> None:
+    def finished(self, call: Call, error: BaseException | None, end_secs: float) -> None:
         """Nothing to do: faults come before the data."""
 
     def check_fired(self) -> None:
