@@ -126,7 +126,7 @@ class Meeting:
         if error is None or self.board.state(self.rank) == RankState.FAILED:
             return
         if isinstance(error, PeerError):
-            self.waiter.check_peers(words, ())
+            self.waiter.find_cause(words)
         self.fail(f"{type(error).__name__} in {words()}: {error}")
 
     def _drop_freed(self, peer: int) -> None:

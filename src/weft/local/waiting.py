@@ -22,6 +22,7 @@ TICK_SECS = 0.1
 # How often a waiter yields its core before it sleeps: about 100 microseconds. A peer
 # that computes its share of the same collective arrives within that.
 _YIELDS = 150
+_LOOKS_FOR_CAUSE = 10
 
 
 class Waiter:
@@ -71,6 +72,17 @@ class Waiter:
                 self._fail(reason, what)
             if state == RankState.LEFT and peer in needed:
                 self._fail(Reason(f"{roster.name(peer)} has left the group", (peer,)), what)
+
+    def find_cause(self, what: Callable[[], str]) -> None:
+        """Raise PeerError for a peer whose memory was gone in the middle of a collective.
+
+        A process that ends loses its memory a moment before its lock, so look for a while.
+        Returns if nobody is found to be dead, gone or failed.
+        """
+        rank = self._roster.rank
+        for _ in range(_LOOKS_FOR_CAUSE):
+            self.check_peers(what, self._roster.others)
+            self._board.sleep_on_phase(rank, self._board.phase(rank), TICK_SECS)
 
     def give_up(self, what: Callable[[], str], late: Sequence[int]) -> None:
         """Raise PeerTimeoutError: these ranks did not come in time."""
