@@ -153,7 +153,8 @@ _NAME_OF_KIND: dict[object, str] = {getattr(ReduceOp.RedOpType, name): name for 
 def resolve_reduce_op(op: object) -> tuple[str, float]:
     """The name of a c10d reduce op, and its factor (PREMUL_SUM's; 1 otherwise)."""
     kind, factor = op, None
-    if isinstance(op, ReduceOp):
+    # ReduceOp.SUM is a kind and no ReduceOp, though isinstance says otherwise.
+    if type(op) is ReduceOp:
         # __getstate__ is the one form of a ReduceOp's parts that torch 2.11 to 2.13 share.
         kind, factor = cast("tuple[object, object]", op.__getstate__())
     name = _NAME_OF_KIND.get(kind)
