@@ -274,7 +274,8 @@ class Mailbox:
             self.deliver()
             if is_done():
                 return True
-            self._meeting.waiter.check_peers(what, {peer} if has_left else set())
+            needed = {peer} if has_left else set[int]()
+            self._meeting.waiter.check_peers(what, needed.__contains__)
             if time.monotonic() > deadline:
                 return False
             self._board.sleep_on_bell(seen, TICK_SECS)

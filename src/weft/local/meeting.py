@@ -105,7 +105,7 @@ class Meeting:
             if board.state(peer) == RankState.FAILED and not (round_.is_inline and board.phase(peer) > phase):
                 # It has given up this very collective, and not a later one.
                 self.abandon(tensor, None, round_.words)
-                self.waiter.check_peers(round_.words, ())
+                self.waiter.check_peers(round_.words, lambda _: False)
             if board.num_freed(peer) != self._num_freed[peer]:
                 self._drop_freed(peer)
             if not board.same_call(peer, slot, signature):

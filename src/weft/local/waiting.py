@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.local import kernel
@@ -48,14 +48,18 @@ class Waiter:
                 return
             kernel.yield_core()
         while (seen := board.phase(peer)) < phase:
+            self.check_peers(what, lambda other: board.phase(other) < phase)
             late = [other for other in self._roster.others if board.phase(other) < phase]
-            self.check_peers(what, late)
             if deadline is not None and late and time.monotonic() > deadline:
                 self.give_up(what, late)
             board.sleep_on_phase(peer, seen, TICK_SECS)
 
-    def check_peers(self, what: Callable[[], str], needed: Collection[int]) -> None:
-        """Raise PeerError if a rank died or failed, or left while it is still needed."""
+    def check_peers(self, what: Callable[[], str], is_needed: Callable[[int], bool]) -> None:
+        """Raise PeerError if a rank died or failed, or left while it is still needed.
+
+        Whether it is needed is asked after it was seen to have left: it may have arrived
+        just before it did.
+        """
         roster, board = self._roster, self._board
         if board.state(roster.rank) == RankState.FAILED:  # another thread of this rank gave up
             self._fail(board.reason(roster.rank), what)
@@ -70,7 +74,7 @@ class Waiter:
                 if reason.blamed == (peer,):  # it speaks of itself; others' words are passed on as they are
                     reason = reason._replace(words=f"{roster.name(peer)} gave up: {reason.words}")
                 self._fail(reason, what)
-            if state == RankState.LEFT and peer in needed:
+            if state == RankState.LEFT and is_needed(peer):
                 self._fail(Reason(f"{roster.name(peer)} has left the group", (peer,)), what)
 
     def find_cause(self, what: Callable[[], str]) -> None:
@@ -81,7 +85,7 @@ class Waiter:
         """
         rank = self._roster.rank
         for _ in range(_LOOKS_FOR_CAUSE):
-            self.check_peers(what, self._roster.others)
+            self.check_peers(what, lambda _: True)
             self._board.sleep_on_phase(rank, self._board.phase(rank), TICK_SECS)
 
     def give_up(self, what: Callable[[], str], late: Sequence[int]) -> None:
