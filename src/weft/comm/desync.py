@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -67,7 +67,7 @@ class DesyncCheck:
             raise DesyncError(
                 f"the ranks of {state.words()} call different things (call {call.number}):{lines}\n"
                 "No data was moved. Make every rank take the same path to its collectives.",
-                _odd_ones(state.ranks, [entry[0] for entry in told]),
+                odd_ones(state.ranks, [entry[0] for entry in told]),
             )
         if call.number and state.rank == 0:
             # Everyone has come to this call, so everyone has read the one before.
@@ -85,9 +85,10 @@ def _essentials(call: Call) -> list[object]:
     return [call.op, shapes, sorted({str(tensor.dtype) for tensor in tensors}), call.detail]
 
 
-def _odd_ones(ranks: tuple[int, ...], essentials: list[object]) -> list[int]:
-    usual = max(essentials, key=essentials.count)
-    return [rank for rank, entry in zip(ranks, essentials, strict=True) if entry != usual]
+def odd_ones(ranks: Sequence[int], told: Sequence[object]) -> list[int]:
+    """The ranks that say something else than most."""
+    usual = max(told, key=told.count)
+    return [rank for rank, entry in zip(ranks, told, strict=True) if entry != usual]
 
 
 @contextmanager

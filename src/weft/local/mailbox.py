@@ -157,7 +157,8 @@ class Mailbox:
                 return True
 
         what = f"send(to {self._name(target)}, tag {tag})"
-        self._wait_until(put_note, target, deadline, lambda: what)
+        if not self._is_done_by(deadline, put_note, target, lambda: what):
+            self._meeting.waiter.give_up(lambda: what, [target])
         self._board.ring(target)
 
     def _take_parcel(self, num_bytes: int) -> Segment:
@@ -257,16 +258,10 @@ class Mailbox:
 
     # -- waiting ------------------------------------------------------------------
 
-    def _wait_until(
-        self, is_done: Callable[[], bool], peer: int, deadline: float, what: Callable[[], str]
-    ) -> None:
-        """Deliver and sleep in turns until `is_done`; past the deadline the group is closed."""
-        if not self._is_done_by(deadline, is_done, peer, what):
-            self._meeting.waiter.give_up(what, [peer])
-
     def _is_done_by(
         self, deadline: float, is_done: Callable[[], bool], peer: int, what: Callable[[], str]
     ) -> bool:
+        """Deliver and sleep in turns until `is_done`, or until the deadline: then False."""
         while True:
             seen = self._board.bell(self._meeting.rank)
             # Looked at before delivering: what a rank sent before it left still counts.

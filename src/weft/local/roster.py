@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.comm.desync import odd_ones
 from weft.local.segment import SegmentName
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
@@ -76,10 +77,7 @@ class Roster:
 
     def odd_ones(self, told: Sequence[object]) -> list[int]:
         """The ranks, of the world, that say something else than most."""
-        usual = max(told, key=told.count)
-        return [
-            member.global_rank for member, entry in zip(self.members, told, strict=True) if entry != usual
-        ]
+        return odd_ones([member.global_rank for member in self.members], told)
 
     def condition(self, peer: int) -> str:
         """A word on a peer that is late: stopped by a signal, or running."""
