@@ -1,9 +1,12 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm
+from weft import comm, comm_hooks, join
 from weft.comm import Handle, desync_check, record
+from weft.comm_hooks import GradBucket
+from weft.data_parallel import DistributedDataParallel, replicate
 from weft.errors import (
     ConfigError,
+    ConfigTypeError,
     DesyncError,
     InternalError,
     LaunchError,
@@ -11,6 +14,7 @@ from weft.errors import (
     PeerError,
     PeerTimeoutError,
     StateError,
+    UnfitError,
     WeftError,
 )
 from weft.launcher import World, init, launch
@@ -18,7 +22,10 @@ from weft.local import LocalGroup
 
 __all__ = [
     "ConfigError",
+    "ConfigTypeError",
     "DesyncError",
+    "DistributedDataParallel",
+    "GradBucket",
     "Handle",
     "InternalError",
     "LaunchError",
@@ -27,11 +34,15 @@ __all__ = [
     "PeerError",
     "PeerTimeoutError",
     "StateError",
+    "UnfitError",
     "WeftError",
     "World",
     "comm",
+    "comm_hooks",
     "desync_check",
     "init",
+    "join",
     "launch",
     "record",
+    "replicate",
 ]

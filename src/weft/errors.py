@@ -2,6 +2,8 @@
 
     WeftError
     ├── ConfigError        an argument that can't work; nothing was changed     (ValueError)
+    │   ├── ConfigTypeError    one of the wrong type                            (TypeError)
+    │   └── UnfitError         one that this module can't have, where torch says RuntimeError
     ├── StateError         a call at the wrong time: a closed group, say        (RuntimeError)
     ├── PeerError          another rank died, left or failed; names the ranks   (RuntimeError)
     │   ├── PeerTimeoutError   ranks that did not arrive in time                (TimeoutError)
@@ -25,6 +27,14 @@ class WeftError(Exception):
 
 class ConfigError(WeftError, ValueError):
     """An argument can't work. Nothing was changed by the call that raised it."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """An argument is of the wrong type."""
+
+
+class UnfitError(ConfigError, RuntimeError):
+    """An argument doesn't fit this module, or another argument. torch raises a RuntimeError for these."""
 
 
 class StateError(WeftError, RuntimeError):

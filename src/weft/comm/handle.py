@@ -44,7 +44,7 @@ class Ticket(Protocol):
 class Handle(Generic[T]):
     """The result of a collective that may not be there yet."""
 
-    __slots__ = ("_error", "_is_waited", "_mutex", "_result", "_ticket", "_works")
+    __slots__ = ("_error", "_is_followed", "_is_waited", "_mutex", "_result", "_ticket", "_works")
 
     def __init__(self, works: Sequence[dist.Work], result: T, ticket: Ticket | None = None) -> None:
         self._works = works
@@ -52,6 +52,7 @@ class Handle(Generic[T]):
         self._ticket = ticket
         self._error: BaseException | None = None
         self._is_waited = False
+        self._is_followed = False  # by somebody who keeps the buffers and learns of the error
         self._mutex = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -105,6 +106,11 @@ class Handle(Generic[T]):
             explained.__cause__ = error
         return explained
 
+    def followed(self) -> Handle[T]:
+        """This handle, which may now be dropped in silence: its owner waits, unless an error has come out."""
+        self._is_followed = True
+        return self
+
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         return self._is_waited or all(work.is_completed() for work in self._works)
@@ -118,6 +124,7 @@ class Handle(Generic[T]):
         works, ticket = self._works, self._ticket
         if self._is_waited or not works:
             return _completed(self)
+        self._is_followed = True
         futures = [work.get_future() for work in works]
 
         # Waiting for a work inside its own completion would never end, so its futures are
@@ -139,7 +146,7 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         # Nobody looked whether it went well: with its error gone, gradients could be wrong.
-        if not getattr(self, "_is_waited", True) and self._is_missed():
+        if not getattr(self, "_is_waited", True) and not self._is_followed and self._is_missed():
             words = self._ticket.words if self._ticket is not None else "a collective"
             warnings.warn(
                 f"a Handle of {words} was dropped without wait(); its error, if it had one, is lost and its "
@@ -150,7 +157,7 @@ class Handle(Generic[T]):
 
     def _is_missed(self) -> bool:
         """Whether something is lost when nobody waits."""
-        return not all(work.is_completed() and work.is_success() for work in self._works)
+        return not all(work.is_completed() and _went_well(work) for work in self._works)
 
 
 class _Chained(Handle[Any]):
@@ -185,6 +192,11 @@ class _Chained(Handle[Any]):
                 self._error = caught
             self._is_waited = True
 
+    def followed(self) -> Handle[Any]:
+        """This handle, which may now be dropped in silence, and so may what comes before."""
+        self._parent.followed()
+        return super().followed()
+
     def is_done(self) -> bool:
         """Whether what comes before is done; the step itself runs in `wait`."""
         return self._is_waited or self._parent.is_done()
@@ -200,6 +212,14 @@ class _Chained(Handle[Any]):
             return self.wait()
 
         return _completed(self) if self._is_waited else self._parent.future().then(complete)
+
+
+def _went_well(work: dist.Work) -> bool:
+    try:
+        work.wait()  # it is completed: this only asks how
+    except Exception:
+        return False
+    return True
 
 
 def _end_secs(works: Sequence[dist.Work]) -> float:

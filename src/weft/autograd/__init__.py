@@ -1,0 +1,11 @@
+"""Where weft listens to autograd: gradients that arrive, backwards that begin and end."""
+
+from weft.autograd.backward import (
+    accumulation_node,
+    current_backward,
+    on_backward_end,
+    unseen_by_autograd,
+    will_run,
+)
+
+__all__ = ["accumulation_node", "current_backward", "on_backward_end", "unseen_by_autograd", "will_run"]

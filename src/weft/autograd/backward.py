@@ -1,0 +1,59 @@
+"""Ask autograd's engine about the backward under way.
+
+The private names of torch that weft needs for this are used here and nowhere else:
+`_current_graph_task_id`, `_will_engine_execute_node`, `_unsafe_preserve_version_counter`
+and the engine's `queue_callback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+def current_backward() -> int | None:
+    """A number for the backward that runs on this thread now; None outside of any.
+
+    A backward within a backward (reentrant checkpointing) has a number of its own.
+    """
+    number = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call back when the backward under way has computed everything; not if it fails.
+
+    The callback is kept by that backward alone, so a weak reference to it tells
+    whether the backward is still going on. What it raises comes out of `backward()`.
+    """
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def unseen_by_autograd(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let tensors be written without their versions going up, so that graphs which hold them stay valid."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[reportPrivateImportUsage]
+
+
+def accumulation_node(parameter: torch.Tensor) -> Any:
+    """The node of the graph that adds to the parameter's `.grad`."""
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward under way will come to this node of the graph.
+
+    False as well for a leaf whose gradient `torch.autograd.grad` has been asked for:
+    it is returned, and nothing is added to `.grad`.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "autograd.grad" in str(error):
+            return False
+        raise

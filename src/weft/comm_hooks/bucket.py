@@ -1,0 +1,87 @@
+"""What a gradient hook is given: one bucket of gradients, and where its parts lie.
+
+A hook is any callable `(state, bucket) -> Future[Tensor]`. It is called when the bucket
+is full, in the same order on every rank, and its future brings what the bucket's buffer
+shall hold: the mean over the ranks, by custom. Dividing is the hook's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+
+class GradBucket:
+    """Gradients that travel together, as one flat buffer (or one sparse tensor)."""
+
+    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters")
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,  # 1D, or one parameter's sparse gradient
+        parameters: Sequence[torch.Tensor],
+        offsets: Sequence[int] | None = None,  # of each in the buffer; one after the other if None
+        *,
+        is_last: bool,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._parameters = parameters
+        self._offsets = _packed(parameters) if offsets is None else offsets
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's place in the order in which buckets are reduced, from 0."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients (1-D), or the sparse gradient of a bucket that holds one."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another tensor in the buffer's place, a compressed one for example."""
+        self._buffer = buffer
+
+    def with_buffer(self, buffer: torch.Tensor) -> GradBucket:
+        """The same bucket around another tensor of the same layout; this one stays as it is."""
+        return GradBucket(self._index, buffer, self._parameters, self._offsets, is_last=self._is_last)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Each parameter's gradient, as a view of the buffer in the parameter's shape."""
+        if self._buffer.layout is not torch.strided:
+            return [self._buffer]
+        return [
+            self._buffer.narrow(0, offset, param.numel()).view(param.shape)
+            for param, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
+
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter's gradient begins in the buffer."""
+        return tuple(self._offsets)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward."""
+        return self._is_last
+
+    def __repr__(self) -> str:
+        last = ", the last" if self._is_last else ""
+        return f"GradBucket({self._index}{last}: {len(self._parameters)} parameters, {self._buffer.dtype})"
+
+
+GradHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+def _packed(parameters: Sequence[torch.Tensor]) -> list[int]:
+    offsets = [0]
+    for param in parameters[:-1]:
+        offsets.append(offsets[-1] + math.prod(param.shape))
+    return offsets

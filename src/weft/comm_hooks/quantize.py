@@ -1,0 +1,161 @@
+"""Quantize, add up and restore a bucket's chunks with plain torch: the reference, and the CPU's way.
+
+A row of numbers becomes one byte each and a scale: code = round(x * limit / absmax),
+x ~ code * scale, scale = absmax / limit. The error of a number is at most half a scale
+(of an int8 code; of an fp8 one a sixteenth of the number). A row of zeros stays
+exactly zero. A row with a NaN or an infinity has a scale that is not finite, and none
+of its numbers comes out finite: what has gone wrong is seen, never turned into numbers.
+
+Everything is done block by block, so that on a CPU what one operation wrote is still
+in the cache for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from weft.comm_hooks.quantize_plan import SCALE_BYTES, Chunk, QuantizePlan
+
+# The largest code of each dtype that numbers may travel in.
+LIMITS: dict[torch.dtype, float] = {torch.int8: 127.0}
+if hasattr(torch, "float8_e4m3fn"):
+    LIMITS[torch.float8_e4m3fn] = 448.0
+
+# Numbers below it count as zero: their inverse would overflow float32.
+TINY = 2.0**-100
+_CPU_BLOCK_NUMEL = 1 << 17
+
+
+class Codec(Protocol):
+    """How the numbers of a bucket become messages and messages numbers."""
+
+    def quantize(
+        self, values: torch.Tensor, messages: torch.Tensor, chunks: list[int], *, keeps_error: bool
+    ) -> None:
+        """Write the chunks of the bucket `values` into messages, one behind the other.
+
+        With `keeps_error` the values become what the messages fail to say.
+        """
+        ...
+
+    def fold(
+        self,
+        values: torch.Tensor,
+        received: torch.Tensor,
+        message: torch.Tensor,
+        own: int,
+        *,
+        keeps_error: bool,
+    ) -> None:
+        """Add everyone's message to the own chunk of `values` and write the mean into a message.
+
+        The own chunk is used up. With `keeps_error`, for which values must be float32, it becomes what
+        the message fails to say of the sum.
+        """
+        ...
+
+    def restore(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Write everyone's message, in the order of ranks, into the bucket."""
+        ...
+
+
+class TorchCodec:
+    """A Codec of torch operations."""
+
+    def __init__(self, plan: QuantizePlan, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._dtype = dtype
+
+    def quantize(
+        self, values: torch.Tensor, messages: torch.Tensor, chunks: list[int], *, keeps_error: bool
+    ) -> None:
+        """Write the chunks into messages."""
+        for place, which in enumerate(chunks):
+            chunk = self._plan.chunks[which]
+            codes, scales = self._open(messages, place, chunk)
+            part = values.narrow(0, chunk.start, chunk.numel)
+            for workspace, (block, block_codes), (block_scales,) in _blocks(chunk, [part, codes], [scales]):
+                encode(block, block_codes, block_scales, workspace, keeps_error=keeps_error)
+
+    def fold(
+        self,
+        values: torch.Tensor,
+        received: torch.Tensor,
+        message: torch.Tensor,
+        own: int,
+        *,
+        keeps_error: bool,
+    ) -> None:
+        """Add the messages to the own chunk and write the mean."""
+        chunk = self._plan.chunks[own]
+        part = values.narrow(0, chunk.start, chunk.numel)
+        total = part if part.dtype is torch.float32 else part.float()
+        num_peers = received.numel() // self._plan.message_bytes
+        codes, scales = self._open(message, 0, chunk)
+        opened = [self._open(received, place, chunk) for place in range(num_peers)]
+        flats = [total, codes, *(peer_codes for peer_codes, _ in opened)]
+        by_row = [scales, *(peer_scales for _, peer_scales in opened)]
+        for workspace, blocks, block_scales in _blocks(chunk, flats, by_row):
+            block, block_codes, *peer_codes = blocks
+            for theirs, their_scales in zip(peer_codes, block_scales[1:], strict=True):
+                block.addcmul_(workspace.copy_(theirs), their_scales)
+            encode(block, block_codes, block_scales[0], workspace, keeps_error=keeps_error)
+        # The codes of a mean are those of its sum: only the scales are divided.
+        scales.div_(num_peers + 1)
+
+    def restore(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the messages into the bucket."""
+        for place, chunk in enumerate(self._plan.chunks):
+            codes, scales = self._open(messages, place, chunk)
+            part = out.narrow(0, chunk.start, chunk.numel)
+            for workspace, (block, block_codes), (block_scales,) in _blocks(chunk, [part, codes], [scales]):
+                plain = block if out.dtype is torch.float32 else workspace
+                torch.mul(plain.copy_(block_codes), block_scales, out=block)
+
+    def _open(self, messages: torch.Tensor, place: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        start = place * self._plan.message_bytes
+        codes = messages.narrow(0, start, chunk.numel).view(self._dtype)
+        scale_bytes = messages.narrow(0, start + self._plan.scales_start, SCALE_BYTES * chunk.num_rows)
+        return codes, scale_bytes.view(torch.float32)
+
+
+def encode(
+    rows: torch.Tensor,  # 2D
+    codes: torch.Tensor,  # 2D
+    scales: torch.Tensor,  # 2D, of one column
+    workspace: torch.Tensor,  # 2D, float32
+    *,
+    keeps_error: bool,
+) -> None:
+    """Write the codes and scales of some rows; with `keeps_error` leave the error in `rows`."""
+    limit = LIMITS[codes.dtype]
+    largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True)).float()
+    is_zero = largest <= TINY  # not so for NaN, whose scale is NaN
+    torch.div(largest, limit, out=scales).masked_fill_(is_zero, 0.0)
+    torch.mul(rows, (limit / largest).masked_fill_(is_zero, 0.0), out=workspace)
+    codes.copy_(workspace.round_() if codes.dtype is torch.int8 else workspace)
+    if keeps_error:
+        rows.sub_(workspace.copy_(codes).mul_(scales))
+        # An infinite gradient is skipped by whoever scales losses; its error must not stay.
+        torch.nan_to_num_(rows, 0.0, 0.0, 0.0)
+
+
+Block = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def _blocks(chunk: Chunk, flats: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]) -> Iterator[Block]:
+    """Walk through a chunk: room for a block in float32, the block of each tensor, its rows' scales."""
+    is_cpu = flats[0].device.type == "cpu"
+    for run in chunk.runs:
+        num_together = max(1, _CPU_BLOCK_NUMEL // run.row_numel) if is_cpu else run.num_rows
+        shape = (run.num_rows, run.row_numel)
+        blocks = [flat.narrow(0, run.start, run.numel).view(shape).split(num_together) for flat in flats]
+        scales = [
+            rows.narrow(0, run.first_row, run.num_rows).unsqueeze(1).split(num_together) for rows in by_row
+        ]
+        workspace = torch.empty_like(blocks[0][0], dtype=torch.float32)
+        for together in zip(zip(*blocks, strict=True), zip(*scales, strict=True), strict=True):
+            yield workspace[: len(together[0][0])], *together

@@ -1,0 +1,287 @@
+"""`DistributedDataParallel`: a module copied to every rank, with the mean of their gradients.
+
+This file is torch's interface; what happens is in replica.py (around forward) and
+reducer.py (in backward).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm_hooks.bucket import GradHook
+from weft.data_parallel import logging_data
+from weft.data_parallel.arguments import (
+    resolve_buffer_sync,
+    resolve_delayed,
+    resolve_device_ids,
+    resolve_process_group,
+)
+from weft.data_parallel.copying import copy_wrapper, pickle_wrapper, unpickle_wrapper
+from weft.data_parallel.optimizers_in_backward import find_optimizers, step_after_reduction
+from weft.data_parallel.plan import resolve_caps
+from weft.data_parallel.precision import MixedPrecision, install_precision
+from weft.data_parallel.replica import Replica, ReplicaOptions
+from weft.data_parallel.uneven import ReplicaJoinHook
+from weft.errors import WeftError
+from weft.join import Join, Joinable, JoinHook
+from weft.tensors import map_tensors
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Train copies of a module on every rank of a group; gradients are averaged during backward.
+
+    The arguments are torch's. Unused parameters need no flag: one that some rank used gets the
+    mean over all ranks, one that none used keeps its gradient. `find_unused_parameters=True` lets
+    buckets with unused parameters go before backward ends, at the price of a look at the graph.
+    `check_reduction`, `batched_grad_copy` and `skip_all_reduce_unused_params` are accepted:
+    weft always checks and always copies in batches.
+
+    Raises on every rank, with the first difference, if ranks bring different parameters.
+    """
+
+    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.Tensor]] | None = None,
+        param_to_hook_all_reduce: torch.Tensor | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        group = resolve_process_group(process_group, device_mesh)
+        delayed = resolve_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.device_ids, self.output_device = resolve_device_ids(module, device_ids, output_device)
+        at_start, self.forward_sync_buffers = resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.module = module
+        options = ReplicaOptions(
+            group=group,
+            caps=resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
+            ignored_names=self.parameters_to_ignore,
+            delayed_names=delayed,
+            syncs_at_start=init_sync,
+            syncs_buffers_at_start=at_start,
+            syncs_buffers=self.forward_sync_buffers,
+            looks_for_unused=find_unused_parameters,
+            keeps_buffers=gradient_as_bucket_view,
+            is_static=static_graph,
+            device=None if self.device_ids is None else next(module.parameters()).device,
+        )
+        self._attach(options)
+
+    def _attach(self, options: ReplicaOptions) -> None:
+        """Tie the module to the other ranks."""
+        # Not an attribute that nn.Module would look into: the replica points back here.
+        vars(self)["_replica"] = Replica(self.module, self, options)
+        self.process_group = options.group
+        self._divide_by_initial_world_size = True
+        self._has_optimizers_in_backward: bool | None = None
+        if self.mixed_precision is not None:
+            install_precision(self.module, self.mixed_precision, self._replica)
+
+    @property
+    def _replica(self) -> Replica:
+        return cast("Replica", self.__dict__["_replica"])
+
+    # Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; its backward reduces the gradients unless `no_sync` is on."""
+        if self._has_optimizers_in_backward is None:
+            self._prepare_optimizers()
+        args, kwargs = self._replica.before_forward(inputs, kwargs)
+        if self.mixed_precision is not None:
+            args, kwargs = map_tensors(self.mixed_precision.cast_input, (args, kwargs))
+        with self._inside_forward():
+            output = self.module(*args, **kwargs)
+        return self._replica.after_forward(output)
+
+    @contextmanager
+    def _inside_forward(self) -> Generator[None]:
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = None
+
+    def _prepare_optimizers(self) -> None:
+        optimizers = find_optimizers(self._replica.parts.members)
+        self._has_optimizers_in_backward = bool(optimizers)
+        if optimizers:
+            step_after_reduction(self._replica.reducer, optimizers)
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Generator[None]:
+        """Keep gradients local for forwards made within, and add them up for the next reduction.
+
+        With `enabled=False` it changes nothing, so that a loop can say when: `no_sync(step % 4 != 3)`.
+        """
+        before = self.require_backward_grad_sync
+        if enabled:
+            self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next forward's gradients are reduced."""
+        return self._replica.wants_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        self._replica.wants_sync = wanted
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward may find buffers that differ between ranks."""
+        return self._replica.was_synced
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether each forward starts with one rank's buffers for all."""
+        return self.forward_sync_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether the user promised that every step has the same graph."""
+        return self._replica.reducer.is_static
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._replica.device
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward starts with one rank's buffers for all."""
+        return self._replica.will_sync_buffers()
+
+    # Hooks
+
+    def register_comm_hook(self, state: Any, hook: GradHook) -> None:
+        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
+        try:
+            self._replica.register_hook(state, hook)
+        except WeftError as error:
+            self._replica.error = str(error)
+            raise
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's C++ hooks: ours are those of weft.comm_hooks."""
+        from weft.comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+
+        hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """How ranks without inputs shadow this module."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ReplicaJoinHook(self._replica)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join's own messages live."""
+        return self._replica.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group whose ranks join."""
+        return self.process_group
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        return copy_wrapper(self, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return pickle_wrapper(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        unpickle_wrapper(self, state)
+
+    # Private names that tools reach for
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
+        """The DDP module whose forward runs now."""
+        return cls._active_ddp_module
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Any
+    ) -> None:
+        """Leave these names of the module, not yet wrapped, alone: neither broadcast nor reduced."""
+        names = set(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _set_static_graph(self) -> None:
+        """Promise that every step has the same graph."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        self._replica.reducer.is_static = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What this module is made of and how its last step went, under torch's names."""
+        return logging_data.describe(self, self._replica)
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        """Go on with other ranks, from a bucket plan of their own."""
+        self.process_group = new_process_group
+        self._replica.change_group(new_process_group)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._replica.reducer.stop_listening()

@@ -1,0 +1,86 @@
+"""Which parameters and buffers of a module are replicated, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.data_parallel.buckets import Member
+from weft.data_parallel.plan import param_spec
+from weft.errors import StateError, UnfitError
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """A module's replicated parameters and buffers, in the order of `named_parameters`."""
+
+    members: tuple[Member, ...]  # parameters that need gradients
+    frozen: tuple[tuple[str, nn.Parameter], ...]
+    buffer_slots: tuple[tuple[nn.Module, str], ...]  # where buffers hang: they may be reassigned
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers as they are now."""
+        found = (module._buffers.get(name) for module, name in self.buffer_slots)
+        return [buffer for buffer in found if buffer is not None]
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """All parameters."""
+        yield from (member.param for member in self.members)
+        yield from (param for _, param in self.frozen)
+
+    def check_frozen(self) -> None:
+        """Raise for a parameter that was frozen at the start and now needs a gradient."""
+        for name, param in self.frozen:
+            if param.requires_grad:
+                raise StateError(
+                    f"parameter '{name}' was frozen when the module was wrapped and requires a gradient "
+                    "now; it would not be reduced. Wrap the module again after thawing, or freeze it after "
+                    "wrapping."
+                )
+
+
+def find_parts(
+    module: nn.Module, ignored_names: Collection[str], delayed_names: Collection[str] = ()
+) -> ModuleParts:
+    """Sort out a module's parameters and buffers. Shared ones count once."""
+    sparse = _with_sparse_gradients(module)
+    members: list[Member] = []
+    frozen: list[tuple[str, nn.Parameter]] = []
+    for name, param in module.named_parameters():
+        if name in ignored_names:
+            continue
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnfitError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+                f"Run a dummy forward pass to correctly initialize the modules: '{name}' is uninitialized."
+            )
+        if not param.requires_grad:
+            frozen.append((name, param))
+            continue
+        is_sparse = id(param) in sparse
+        spec = param_spec(name, param, is_sparse=is_sparse, is_delayed=name in delayed_names)
+        members.append(Member(param, spec))
+    slots = tuple(_buffer_slots(module, ignored_names))
+    return ModuleParts(tuple(members), tuple(frozen), slots)
+
+
+def _with_sparse_gradients(module: nn.Module) -> set[int]:
+    return {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+    }
+
+
+def _buffer_slots(module: nn.Module, ignored_names: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            if buffer is None or id(buffer) in seen or fqn in ignored_names:
+                continue
+            seen.add(id(buffer))
+            yield child, name

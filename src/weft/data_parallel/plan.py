@@ -1,0 +1,150 @@
+"""Assign parameters to gradient buckets. Pure: sizes and an order in, a plan out.
+
+Invariant: every rank makes the same plan from the same specs and order, every
+parameter is in exactly one bucket, and buckets stand in the order in which they fill
+when gradients come in the planned order. Buckets are launched in that order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.errors import ConfigError
+from weft.tensors import dense_strides
+
+MB = 1024 * 1024
+DEFAULT_CAP_MB = 25
+FIRST_CAP_BYTES = MB  # small, so that the first reduction starts early in the backward
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the plan must know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # of its gradient in the bucket
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False  # its gradients are
+    is_delayed: bool = False  # its reduction goes after all others
+
+    @property
+    def numel(self) -> int:
+        """How many elements its gradient has."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes its gradient takes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCaps:
+    """How large buckets may get. A parameter that is larger has a bucket to itself."""
+
+    first_bytes: int = FIRST_CAP_BYTES
+    rest_bytes: int = DEFAULT_CAP_MB * MB
+    each_bytes: tuple[int, ...] = ()  # of the first buckets, one by one, where the user says so
+
+    def of(self, bucket: int) -> int:
+        """The cap of the bucket with this number."""
+        if bucket < len(self.each_bytes):
+            return self.each_bytes[bucket]
+        return self.first_bytes if bucket == 0 and not self.each_bytes else self.rest_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One bucket: who is in it and where."""
+
+    params: tuple[int, ...]  # indices into the specs
+    offsets: tuple[int, ...]  # of each in the flat buffer
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the gradients take."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    params: list[int] = field(default_factory=list[int])
+    num_bytes: int = 0
+
+
+def param_spec(
+    name: str, param: torch.Tensor, *, is_sparse: bool = False, is_delayed: bool = False
+) -> ParamSpec:
+    """The spec of this parameter."""
+    shape = tuple(param.shape)
+    strides = shape and dense_strides(shape, param.stride())
+    return ParamSpec(name, shape, strides, param.dtype, param.device, is_sparse, is_delayed)
+
+
+def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
+    """The caps that the user's arguments mean."""
+    for cap in (*([cap_mb] if cap_mb is not None else []), *(cap_mb_list or ())):
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 0:  # type: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"bucket_cap_mb must be a number of megabytes, it is {cap!r}.")
+    each = tuple(int(cap * MB) for cap in cap_mb_list or ())
+    if cap_mb is None:
+        return BucketCaps(each_bytes=each)
+    # A cap that the user gives holds for the first bucket too, as in torch.
+    return BucketCaps(int(cap_mb * MB), int(cap_mb * MB), each)
+
+
+def plan_buckets(
+    specs: Sequence[ParamSpec], order: Sequence[int], caps: BucketCaps
+) -> tuple[BucketPlan, ...]:
+    """Fill buckets up to the caps in this order: one dtype and device each, sparse ones alone.
+
+    Parameters of several dtypes fill several buckets side by side. A bucket is closed
+    before it would exceed its cap, so its reduction starts as early as the cap allows.
+    """
+    if sorted(order) != list(range(len(specs))):
+        raise ConfigError(
+            f"plan_buckets: the order must name each of the {len(specs)} parameters once: {order}"
+        )
+    closed: list[list[int]] = []
+    open_: dict[tuple[torch.dtype, torch.device, bool], _OpenBucket] = {}
+    place = {index: at for at, index in enumerate(order)}
+    for index in sorted(order, key=lambda index: (specs[index].is_delayed, place[index])):
+        spec = specs[index]
+        if spec.is_sparse:
+            closed.append([index])
+            continue
+        key = (spec.dtype, spec.device, spec.is_delayed)
+        bucket = open_.setdefault(key, _OpenBucket())
+        cap = caps.of(len(closed))
+        if bucket.params and bucket.num_bytes + spec.num_bytes > cap:
+            closed.append(bucket.params)
+            bucket = open_[key] = _OpenBucket()
+            cap = caps.of(len(closed))
+        bucket.params.append(index)
+        bucket.num_bytes += spec.num_bytes
+        if bucket.num_bytes >= cap:
+            closed.append(open_.pop(key).params)
+    closed += [bucket.params for bucket in open_.values()]
+    # The last gradient of a bucket is the one that lets it go.
+    closed.sort(key=lambda params: max((specs[index].is_delayed, place[index]) for index in params))
+    return tuple(_lay_out(specs, params) for params in closed)
+
+
+def _lay_out(specs: Sequence[ParamSpec], params: list[int]) -> BucketPlan:
+    offsets: list[int] = []
+    numel = 0
+    for index in params:
+        offsets.append(numel)
+        numel += specs[index].numel
+    first = specs[params[0]]
+    return BucketPlan(tuple(params), tuple(offsets), numel, first.dtype, first.device, first.is_sparse)

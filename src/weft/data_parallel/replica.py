@@ -1,0 +1,191 @@
+"""A module that every rank has a copy of: what happens around its forward.
+
+`weft.DistributedDataParallel` wraps a module in one, `weft.replicate` attaches one; both
+do the same. The reducer does what happens in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from weft.autograd import current_backward, unseen_by_autograd
+from weft.comm_hooks.bucket import GradHook
+from weft.data_parallel.agreement import broadcast_tensors, check_same_model, find_last
+from weft.data_parallel.hook_check import check_hook
+from weft.data_parallel.module_parts import find_parts
+from weft.data_parallel.plan import BucketCaps
+from weft.data_parallel.reducer import Reducer
+from weft.errors import InternalError, StateError, UnfitError
+from weft.join import Join, Joinable
+from weft.tensors import find_tensors, map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How a module is replicated. Names of parameters are those in the module."""
+
+    group: ProcessGroup
+    caps: BucketCaps = field(default_factory=BucketCaps)
+    ignored_names: Collection[str] = ()
+    delayed_names: Collection[str] = ()
+    syncs_at_start: bool = True
+    syncs_buffers_at_start: bool = True
+    syncs_buffers: bool = True
+    looks_for_unused: bool = False
+    keeps_buffers: bool = False
+    is_static: bool = False
+    device: torch.device | None = None  # where inputs are moved to
+
+
+class Replica:
+    """One rank's copy of a module and its ties to the others."""
+
+    def __init__(self, module: nn.Module, owner: Joinable, options: ReplicaOptions) -> None:
+        self._owner = weakref.ref(owner)  # which holds this, and shall go with its last user
+        self.options = options
+        self.group = options.group
+        self.parts = find_parts(module, options.ignored_names, options.delayed_names)
+        members = self.parts.members
+        if not members:
+            raise UnfitError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+                "requires a gradient."
+            )
+        self.device = members[0].spec.device
+        if options.syncs_at_start:
+            check_same_model([member.spec for member in members], self.group)
+            self.broadcast_state(0, with_buffers=options.syncs_buffers_at_start)
+        self.reducer = Reducer(
+            members,
+            self.group,
+            options.caps,
+            keeps_buffers=options.keeps_buffers,
+            looks_for_unused=options.looks_for_unused,
+        )
+        self.reducer.is_static = options.is_static
+        self.wants_sync = True  # the user's wish for the next forward
+        self.was_synced = True  # at the last forward: only then buffers may differ between ranks
+        self.error = ""
+
+    @property
+    def owner(self) -> Joinable:
+        """What the user sees of it: the DDP module, or the replicated one."""
+        owner = self._owner()
+        if owner is None:
+            raise InternalError("a replica was used after its module")
+        return owner
+
+    def broadcast_state(self, src: int, *, with_buffers: bool) -> None:
+        """Give every rank the parameters, and the buffers, of one."""
+        if self.group.size() > 1:
+            buffers = self.parts.buffers() if with_buffers else []
+            broadcast_tensors([*self.parts.states(), *buffers], src, self.group)
+
+    # Around forward
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What must be done before the module runs; the inputs, on its device."""
+        # A forward within a backward recomputes activations: ranks agreed on everything the first time.
+        if current_backward() is None:
+            self.parts.check_frozen()
+            self.reducer.check_whole()
+            self.reducer.times.forward_begins()
+            self._keep_in_step()
+        if self.options.device is not None and self.options.device.type != "cpu":
+            move = functools.partial(torch.Tensor.to, device=self.options.device, non_blocking=True)
+            return map_tensors(move, args), map_tensors(move, kwargs)
+        return args, kwargs
+
+    def _keep_in_step(self) -> None:
+        """Tell joined ranks that this one goes on, and take the buffers of one rank for all."""
+        joining = Join.notify_join_context(self.owner)
+        self.reducer.is_even = joining is None
+        if joining is None:
+            self.reducer.find_divisor = self.group.size
+            if self.will_sync_buffers():
+                self.sync_buffers(0)
+            return
+        self.reducer.find_divisor = self._divisor_under_join(joining)
+        source, _ = find_last(True, self.group, self.device, note=int(self.wants_sync))
+        if self.will_sync_buffers():
+            self.sync_buffers(source)
+
+    def _divisor_under_join(self, joining: Any) -> Callable[[], int]:
+        if getattr(self.owner, "_divide_by_initial_world_size", True):
+            return self.group.size
+        return lambda: int(joining.wait().item())
+
+    def will_sync_buffers(self) -> bool:
+        """Whether the next forward starts with one rank's buffers for all."""
+        return self.was_synced and self.options.syncs_buffers and bool(self.parts.buffer_slots)
+
+    def sync_buffers(self, src: int) -> None:
+        """Take the buffers of one rank of the group for all."""
+        if self.group.size() == 1:
+            return
+        buffers = self.parts.buffers()
+        # A graph that is still to be run backward may hold a buffer. What it needs of it is what the
+        # module wrote there itself, without telling autograd, as BatchNorm does with its statistics.
+        with unseen_by_autograd(buffers):
+            broadcast_tensors(buffers, src, self.group)
+
+    def after_forward(self, output: Any) -> Any:
+        """Listen for the backward of this output."""
+        if not torch.is_grad_enabled():
+            if current_backward() is None:
+                self.was_synced = False
+            return output
+        self.was_synced = self.wants_sync
+        self.reducer.expect(is_synced=self.wants_sync)
+        if self.reducer.is_listening:
+            begin = functools.partial(_begin, self.reducer, self.wants_sync)
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(begin)
+        return output
+
+    # Options that change
+
+    def register_hook(self, state: Any, hook: GradHook) -> None:
+        """Reduce gradients with this hook from now on."""
+        check_hook(hook)
+        if self.reducer.hook is not None:
+            raise StateError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. To use several "
+                "hooks, compose them with weft.comm_hooks.chain."
+            )
+        self.reducer.set_hook(hook, state)
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Go on with other ranks."""
+        self.group = group
+        self.reducer.change_group(group)
+
+    # Uneven inputs
+
+    def shadow_step(self) -> None:
+        """Take part in a step of the ranks that still have inputs."""
+        self.reducer.is_even = False
+        source, note = find_last(False, self.group, self.device)
+        if self.will_sync_buffers():
+            self.sync_buffers(source)
+        self.was_synced = bool(note)
+        if note:
+            self.reducer.shadow()
+
+    def take_final_state(self, is_last_joiner: bool) -> None:
+        """End with the same parameters and buffers on all ranks: those of one that trained to the end."""
+        source, _ = find_last(is_last_joiner, self.group, self.device)
+        self.broadcast_state(source, with_buffers=self.options.syncs_buffers)
+
+
+def _begin(reducer: Reducer, is_synced: bool, _: torch.Tensor) -> None:
+    reducer.begin(is_synced=is_synced)

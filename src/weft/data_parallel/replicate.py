@@ -1,0 +1,206 @@
+"""`replicate`: data parallel without a wrapper.
+
+The module stays what it is, with the names it has; forward hooks do what
+DistributedDataParallel.forward does.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm_hooks.bucket import GradHook
+from weft.data_parallel.arguments import resolve_buffer_sync, resolve_delayed, resolve_process_group
+from weft.data_parallel.plan import resolve_caps
+from weft.data_parallel.replica import Replica, ReplicaOptions
+from weft.data_parallel.uneven import ReplicaJoinHook
+from weft.errors import ConfigTypeError, InternalError, UnfitError
+from weft.join import Joinable, JoinHook
+from weft.modules import attach, attached, give_class, owners_below
+from weft.modules.attached import check_free
+
+FEATURE = "replicate"
+
+
+class ReplicatedModule(Joinable):
+    """What a module can do once it is replicated."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce the gradients of forwards from now on, or keep them local and add them up."""
+        module = cast("nn.Module", self)
+        for child in module.modules() if recurse else (module,):
+            state = attached(child, FEATURE)
+            if state is not None:
+                state.replica.wants_sync = requires_gradient_sync
+
+    def register_comm_hook(self, state: Any, hook: GradHook) -> None:
+        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
+        state_of(self).replica.register_hook(state, hook)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """How this module is shadowed by ranks without inputs."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ReplicaJoinHook(state_of(self).replica)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join's own messages live."""
+        return state_of(self).replica.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group whose ranks join."""
+        return state_of(self).replica.group
+
+
+class ReplicateState:
+    """What `replicate` ties to a module. A copy of the module gets its own, tied when first used."""
+
+    def __init__(self, module: nn.Module, options: ReplicaOptions) -> None:
+        self._module = weakref.ref(module)  # which holds this
+        self.options = options
+        self._replica: Replica | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that this state is tied to."""
+        module = self._module()
+        if module is None:
+            raise InternalError("the state of replicate was used after its module")
+        return module
+
+    @property
+    def replica(self) -> Replica:
+        """The ties to the other ranks."""
+        if self._replica is None:
+            self._replica = Replica(self.module, cast("Joinable", self.module), self.options)
+        return self._replica
+
+    def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The module's forward pre-hook."""
+        return self.replica.before_forward(args, kwargs)
+
+    def after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The module's forward hook."""
+        return self.replica.after_forward(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicateState:
+        new = ReplicateState.__new__(ReplicateState)
+        memo[id(self)] = new
+        new._module = weakref.ref(copy.deepcopy(self.module, memo))
+        new.options = self.options
+        new._replica = None
+        return new
+
+
+def replicate(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    device_id: int | torch.device | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Replicate the module over the ranks of the world, of `device_mesh` or of `process_group`; returns it.
+
+    Parameters below modules that are replicated or sharded themselves, and those in
+    `ignored_modules`, are left to others. The other arguments are DistributedDataParallel's.
+    Raises if the module is replicated or sharded already; nothing is changed then.
+    """
+    check_free(module, FEATURE)
+    ignored_names = _ignored_names(module, ignored_modules)
+    options = _resolve(module, device_mesh, device_id, kwargs, ignored_names)
+    state = ReplicateState(module, options)
+    attach(module, FEATURE, state)
+    given_class = type(module)
+    give_class(module, ReplicatedModule, "Replicated")
+    try:
+        Joinable.__init__(cast("Joinable", module))
+        _ = state.replica
+    except BaseException:
+        module.__class__ = given_class
+        module.__dict__.pop("_weft_states", None)
+        raise
+    module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(state.after_forward)
+    return module
+
+
+def state_of(module: object) -> ReplicateState:
+    """The state of a module that `replicate` was applied to; None for any other."""
+    return attached(cast("nn.Module", module), FEATURE)
+
+
+def _ignored_names(module: nn.Module, ignored_modules: Iterable[nn.Module] | None) -> frozenset[str]:
+    left_alone = [*(ignored_modules or ()), *owners_below(module)]
+    theirs = {id(tensor) for child in left_alone for tensor in (*child.parameters(), *child.buffers())}
+    ours = (*module.named_parameters(), *module.named_buffers())
+    by_name: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return frozenset(by_name) | {name for name, tensor in ours if id(tensor) in theirs}
+
+
+def _resolve(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None,
+    device_id: Any,
+    kwargs: dict[str, Any],
+    ignored_names: frozenset[str],
+) -> ReplicaOptions:
+    if device_id is not None and not isinstance(device_id, int | torch.device):
+        raise UnfitError(f"Expected device_id to be int or torch.device, but got {type(device_id)}.")
+    unknown = set(kwargs) - _KNOWN
+    if unknown:
+        raise ConfigTypeError(
+            f"replicate got arguments it doesn't know: {sorted(unknown)}. It takes {sorted(_KNOWN)}."
+        )
+    at_start, at_forward = resolve_buffer_sync(
+        kwargs.get("broadcast_buffers"), kwargs.get("forward_sync_buffers")
+    )
+    return ReplicaOptions(
+        group=resolve_process_group(kwargs.get("process_group"), device_mesh),
+        caps=resolve_caps(kwargs.get("bucket_cap_mb"), kwargs.get("bucket_cap_mb_list")),
+        ignored_names=ignored_names,
+        delayed_names=resolve_delayed(
+            kwargs.get("delay_all_reduce_named_params"), kwargs.get("param_to_hook_all_reduce")
+        ),
+        syncs_at_start=kwargs.get("init_sync", True),
+        syncs_buffers_at_start=at_start,
+        syncs_buffers=at_forward,
+        looks_for_unused=kwargs.get("find_unused_parameters", False),
+        keeps_buffers=kwargs.get("gradient_as_bucket_view", False),
+        is_static=kwargs.get("static_graph", False),
+        device=_resolve_device(module, device_id),
+    )
+
+
+def _resolve_device(module: nn.Module, device_id: int | torch.device | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, torch.device):
+        return device_id
+    kinds = {param.device.type for param in module.parameters()}
+    return torch.device(kinds.pop(), device_id) if len(kinds) == 1 else None
+
+
+_KNOWN = {
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "broadcast_buffers",
+    "delay_all_reduce_named_params",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "static_graph",
+}
+
+replicate.state = state_of  # type: ignore[attr-defined]

@@ -1,0 +1,68 @@
+"""State that a composable feature ties to a module: `replicate` and `fully_shard` need no wrapper.
+
+A module has at most one state of each feature. It is kept in the module's own dictionary,
+so it lives as long as the module and is copied with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from weft.errors import UnfitError
+
+_KEY = "_weft_states"
+# A module belongs to one way of data parallel at most.
+_EXCLUSIVE = ("replicate", "fully_shard")
+
+
+def attached(module: nn.Module, feature: str) -> Any:
+    """The feature's state of this module; None if it has none."""
+    return module.__dict__.get(_KEY, {}).get(feature)
+
+
+def attach(module: nn.Module, feature: str, state: object) -> None:
+    """Tie the state to the module. Raises if this feature, or one that excludes it, is there."""
+    check_free(module, feature)
+    module.__dict__.setdefault(_KEY, {})[feature] = state
+
+
+def check_free(module: nn.Module, feature: str) -> None:
+    """Raise if the module can't take this feature."""
+    name = type(module).__name__
+    if attached(module, feature) is not None:
+        raise UnfitError(f"{feature} was applied to this {name} already. Apply it once to each module.")
+    for other in _EXCLUSIVE:
+        if other != feature and (attached(module, other) is not None or _is_torchs(module, other)):
+            raise UnfitError(
+                f"{feature}: {other} was applied to this {name} already, and a module's parameters are "
+                f"either copied or sharded. Apply {feature} to other modules, or drop one of the two."
+            )
+
+
+def owners_below(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below this one whose parameters another data-parallel state takes care of."""
+    for child in module.modules():
+        if child is not module and any(
+            attached(child, feature) is not None or _is_torchs(child, feature) for feature in _EXCLUSIVE
+        ):
+            yield child
+
+
+def give_class(module: nn.Module, methods: type, prefix: str) -> None:
+    """Make the module an instance of its own class and of `methods`, named with the prefix."""
+    module.__class__ = _join_classes(type(module), methods, prefix)
+
+
+@functools.cache
+def _join_classes(own: type, methods: type, prefix: str) -> type:
+    # The own class first: an abstract one before it would change the layout of the object.
+    return type(f"{prefix}{own.__name__}", (own, methods), {"__module__": own.__module__})
+
+
+def _is_torchs(module: nn.Module, feature: str) -> bool:
+    """Whether torch's own fully_shard holds the module; its class says so."""
+    return feature == "fully_shard" and any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)

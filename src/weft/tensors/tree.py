@@ -1,0 +1,56 @@
+"""Find the tensors in whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+
+def find_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in the value: in lists, tuples, sets, mappings and dataclasses, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for part in _parts(value):
+        yield from find_tensors(part)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A copy of the value with every tensor changed; the value itself where none is in it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list):
+        return [map_tensors(change, part) for part in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        parts = [map_tensors(change, part) for part in cast("tuple[Any, ...]", value)]
+        return (
+            type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        )  # named tuples take each
+    if isinstance(value, dict):
+        given = cast("dict[Any, Any]", value)
+        return type(given)((key, map_tensors(change, part)) for key, part in given.items())
+    if _is_dataclass(value) and any(True for _ in find_tensors(value)):
+        fields = {
+            field.name: map_tensors(change, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from cast("Mapping[Any, Any]", value).values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from cast("list[Any]", value)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield getattr(value, field.name, None)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

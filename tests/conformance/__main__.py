@@ -1,0 +1,85 @@
+"""Run torch's shipped tests and print the table. `scripts/conformance --help` says how."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+import torch
+
+from tests.conformance.expectations import Expectations, read_expectations
+from tests.conformance.runner import CASE_TIMEOUT_SECS, SLOW_CASE_TIMEOUT_SECS, Outcome, Runner
+from tests.conformance.source import list_cases
+from tests.conformance.suites import SUITES, Suite
+
+WORDS = {"passes": "passes", "fails": "fails", "skipped": "not run"}
+
+
+def main() -> int:
+    """Print a line for each test; exit with 1 if one came to something else than its list says."""
+    options = parse_options()
+    surprises: list[str] = []
+    for name in options.suite or SUITES:
+        surprises += run_suite(SUITES[name], options)
+    for surprise in surprises:
+        print(f"\n{surprise}")
+    return 1 if surprises else 0
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/conformance", description="Run torch's own shipped tests with weft in torch's place."
+    )
+    parser.add_argument(
+        "--suite", action="append", choices=sorted(SUITES), help="run this one (default: all)"
+    )
+    parser.add_argument("-k", default="", metavar="REGEX", help="run only tests whose name has a match")
+    parser.add_argument(
+        "--target",
+        choices=("weft", "torch"),
+        default="weft",
+        help="torch: replace nothing, to see what torch itself passes on this machine; no list is checked",
+    )
+    parser.add_argument("--quick", action="store_true", help="leave out what is listed as slow")
+    parser.add_argument("-v", action="store_true", help="print every rank's traceback of a test that fails")
+    return parser.parse_args()
+
+
+def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
+    """Run one suite and return what its list did not foresee."""
+    expectations = read_expectations(suite)
+    slow = expectations.slow
+    cases = [case for case in list_cases(suite) if re.search(options.k, case.name)]
+    cases = [case for case in cases if not (options.quick and case.name in slow)]
+    width = max((len(case.name) for case in cases), default=0)
+    counts = dict.fromkeys(WORDS, 0)
+    surprises: list[str] = []
+    print(f"{suite.module}.{suite.tests} on {options.target}, torch {torch.__version__}")
+    with Runner(suite, options.target) as runner:
+        for case in cases:
+            limit_secs = SLOW_CASE_TIMEOUT_SECS if case.name in slow else CASE_TIMEOUT_SECS
+            outcome = runner.run(case, limit_secs)
+            counts[outcome.status] += 1
+            reason = describe(expectations, case.name, outcome, options.target)
+            print(f"{case.name:{width}}  {WORDS[outcome.status]:7}  {reason}".rstrip(), flush=True)
+            if options.v and outcome.report:
+                print(outcome.report)
+            if options.target == "weft" and (surprise := expectations.surprise(case.name, outcome)):
+                surprises.append(surprise)
+    print(", ".join(f"{count} {WORDS[status]}" for status, count in counts.items()))
+    return surprises
+
+
+def describe(expectations: Expectations, test: str, outcome: Outcome, target: str) -> str:
+    """Why it is so: the list's reason, or what was seen where the list does not speak of it."""
+    if outcome.status == "passes":
+        return ""
+    if target == "weft" and expectations.surprise(test, outcome) is None:
+        return expectations.expected(test).reason
+    return outcome.error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Whose memory a gradient is: the bucket's, autograd's or the user's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.data_parallel_bodies.libraries import DistributedDataParallel
+from tests.data_parallel_bodies.twins import Twin, assert_same_gradient, gradients_of, make_rows, net
+from weft.testing import on_ranks
+
+VIEW = pytest.mark.parametrize("view", [False, True])
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in model.parameters()]
+
+
+def warmed_up(**options: object) -> Twin:
+    """After two steps buckets are as they will be; gradients are None."""
+    twin = Twin(net(), **options)
+    for step in range(2):
+        twin.step(make_rows(step))
+    return twin
+
+
+@on_ranks(2)
+def test_gradients_are_views_of_one_bucket() -> None:
+    twin = warmed_up(gradient_as_bucket_view=True)
+    twin.backward(make_rows(5))
+    twin.check()
+    assert len({memory_of(grad) for grad in grads(twin.parallel)}) == 1
+
+
+@on_ranks(2)
+def test_each_small_bucket_has_memory_of_its_own() -> None:
+    twin = warmed_up(gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
+    twin.backward(make_rows(5))
+    twin.check()
+    assert len({memory_of(grad) for grad in grads(twin.parallel)}) > 1
+
+
+@on_ranks(2)
+def test_views_of_a_bucket_do_not_overlap() -> None:
+    twin = warmed_up(gradient_as_bucket_view=True)
+    twin.backward(make_rows(5))
+    taken: set[int] = set()
+    for grad in grads(twin.parallel):
+        first = grad.data_ptr()
+        bytes_of_it = set(range(first, first + grad.numel() * grad.element_size()))
+        assert not taken & bytes_of_it
+        taken |= bytes_of_it
+
+
+@on_ranks(2)
+def test_a_view_is_the_hooks_buffer() -> None:
+    twin = Twin(net(), gradient_as_bucket_view=True)
+    buffers: list[torch.Tensor] = []
+
+    def hook(state, bucket):
+        buffers.append(bucket.buffer())
+        assert [list(grad.shape) for grad in bucket.gradients()] == [
+            list(param.shape) for param in bucket.parameters()
+        ]
+        flat = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(flat, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    twin.parallel.register_comm_hook(None, hook)
+    for step in range(2):
+        twin.step(make_rows(step))
+    buffers.clear()
+    twin.backward(make_rows(5))
+    assert {memory_of(buffer) for buffer in buffers} == {memory_of(grad) for grad in grads(twin.parallel)}
+
+
+@on_ranks(2)
+def test_gradients_of_their_own_share_no_memory() -> None:
+    twin = warmed_up(gradient_as_bucket_view=False)
+    twin.backward(make_rows(5))
+    seen = grads(twin.parallel)
+    assert len({memory_of(grad) for grad in seen}) == len(seen)
+
+
+@on_ranks(2)
+def test_a_gradient_that_the_user_keeps_keeps_its_values() -> None:
+    twin = warmed_up(gradient_as_bucket_view=False)
+    twin.backward(make_rows(5))
+    kept = gradients_of(twin.parallel)
+    values = {name: grad.clone() for name, grad in kept.items()}
+    twin.update()
+    for step in range(2):
+        twin.step(make_rows(step + 6))
+    for name, grad in kept.items():
+        assert torch.equal(grad, values[name]), name
+
+
+@on_ranks(2)
+def test_a_gradient_that_the_user_keeps_may_be_changed() -> None:
+    """It is the user's: what is done to it must not reach the next step."""
+    twin = warmed_up(gradient_as_bucket_view=False)
+    twin.backward(make_rows(5))
+    kept = grads(twin.parallel)
+    twin.update()
+    twin.backward(make_rows(6))
+    for grad in kept:
+        grad.fill_(float("nan"))
+    twin.check()
+    twin.update()
+    twin.step(make_rows(7))
+
+
+@VIEW
+@on_ranks(2)
+def test_zero_grad_to_none(view: bool) -> None:
+    twin = warmed_up(gradient_as_bucket_view=view)
+    for step in range(3):
+        twin.parallel.zero_grad(set_to_none=True)
+        assert all(grad is None for grad in grads(twin.parallel))
+        twin.single.zero_grad(set_to_none=True)
+        twin.backward(make_rows(step))
+        twin.check()
+
+
+@VIEW
+@on_ranks(2)
+def test_zero_grad_in_place_keeps_the_tensors(view: bool) -> None:
+    twin = warmed_up(gradient_as_bucket_view=view)
+    twin.backward(make_rows(5))
+    twin.check()
+    before = [grad.data_ptr() for grad in grads(twin.parallel)]
+    for step in range(3):
+        twin.parallel.zero_grad(set_to_none=False)
+        twin.single.zero_grad(set_to_none=False)
+        twin.backward(make_rows(step))
+        twin.check()
+        assert [grad.data_ptr() for grad in grads(twin.parallel)] == before
+
+
+@on_ranks(2)
+def test_memory_that_the_user_gives_is_filled_in_place() -> None:
+    twin = warmed_up(gradient_as_bucket_view=False)
+    own = [torch.zeros_like(param) for param in twin.parallel.parameters()]
+    for param, grad in zip(twin.parallel.parameters(), own, strict=True):
+        param.grad = grad
+    twin.backward(make_rows(5))
+    twin.check()
+    for param, grad, right in zip(twin.parallel.parameters(), own, twin.single.parameters(), strict=True):
+        assert param.grad is grad
+        assert_same_gradient(grad, right.grad)
+
+
+@VIEW
+@on_ranks(2)
+def test_memory_that_the_user_gives_has_a_say(view: bool) -> None:
+    """What is in it is accumulated into, the mean of the ranks' own."""
+    twin = warmed_up(gradient_as_bucket_view=view)
+    for param, right in zip(twin.parallel.parameters(), twin.single.parameters(), strict=True):
+        param.grad = torch.full_like(param, float(dist.get_rank()))
+        right.grad = torch.full_like(param, 0.5)
+    twin.backward(make_rows(5))
+    twin.check()
+
+
+@VIEW
+@on_ranks(2)
+def test_one_gradient_of_the_bucket_may_be_replaced(view: bool) -> None:
+    """Clipping by hand puts another tensor in one place."""
+    twin = warmed_up(gradient_as_bucket_view=view)
+    twin.backward(make_rows(5))
+    for model in (twin.parallel, twin.single):
+        param = next(model.parameters())
+        param.grad = param.grad.clamp(-0.01, 0.01)
+    twin.backward(make_rows(6))
+    twin.check()
+    twin.update()
+    twin.step(make_rows(7))
+
+
+@VIEW
+@on_ranks(2)
+def test_gradients_clipped_in_place(view: bool) -> None:
+    twin = warmed_up(gradient_as_bucket_view=view)
+    for step in range(3):
+        twin.backward(make_rows(step))
+        for model in (twin.parallel, twin.single):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        twin.check(1e-12)
+        twin.update()
+
+
+@on_ranks(2)
+def test_batched_copies_change_nothing() -> None:
+    twin = Twin(net(), batched_grad_copy=True, bucket_cap_mb=0.0001)
+    for step in range(3):
+        twin.step(make_rows(step))
+
+
+@VIEW
+@on_ranks(2)
+def test_the_model_is_freed(view: bool) -> None:
+    """Nothing but cycles keeps a model that nobody holds."""
+    parallel = DistributedDataParallel(net(), gradient_as_bucket_view=view)
+    for _ in range(2):
+        parallel(make_rows()).sum().backward()
+    weight = weakref.ref(parallel.module[0].weight)
+    wrapper = weakref.ref(parallel)
+    del parallel
+    dist.barrier()
+    if dist.get_rank() == 0:  # two threads that collect at one time take garbage from each other
+        gc.collect()
+    dist.barrier()
+    assert wrapper() is None
+    assert weight() is None
