@@ -44,6 +44,10 @@ class Expectations:
     listed: Mapping[str, Expectation]
     slow: Mapping[str, str]
 
+    def is_for(self, torch_version: str) -> bool:
+        """Whether it speaks of this release's tests."""
+        return torch_version.startswith(f"{self.torch}.")
+
     def expected(self, test: str) -> Expectation:
         """What the test should come to."""
         return self.listed.get(test, Expectation("passes", ""))

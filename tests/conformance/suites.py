@@ -53,6 +53,7 @@ DDP = Suite(
         "torch.nn.parallel:DistributedDataParallel": "weft:DistributedDataParallel",
         "torch.nn.parallel.distributed:DistributedDataParallel": "weft:DistributedDataParallel",
         "torch.distributed:GradBucket": "weft:GradBucket",
+        "torch.distributed.optim:_apply_optimizer_in_backward": "weft.optimizers:apply_optimizer_in_backward",
     },
     modules={
         _HOOKS: "weft.comm_hooks",
@@ -71,6 +72,7 @@ DDP = Suite(
     forbidden=(
         "torch.nn.parallel.distributed:DistributedDataParallel.__init__",
         "torch.distributed:Reducer",
+        "torch._C._distributed_c10d:Reducer",
         "torch.distributed.algorithms.join:Join.__init__",
         f"{_HOOKS}.powerSGD_hook:PowerSGDState.__init__",
         f"{_HOOKS}.post_localSGD_hook:PostLocalSGDState.__init__",

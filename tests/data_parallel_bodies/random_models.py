@@ -118,7 +118,7 @@ def runs(draw: st.DrawFn) -> Run:
     frozen = draw(st.frozensets(st.integers(0, num_layers - 1), max_size=max(0, num_layers - 2)))
     frozen = frozenset(f for f in frozen if f != num_layers - 1)
     is_static = draw(st.booleans())
-    program = st.lists(st.integers(0, num_layers - 1), min_size=1, max_size=4).map(tuple)
+    program = st.lists(st.integers(0, num_layers - 1), min_size=int(ON_TORCH), max_size=4).map(tuple)
     num_steps = draw(st.integers(2, 4))
     if is_static:
         fixed = (draw(program),) * ranks

@@ -112,17 +112,15 @@ class LookedUp(nn.Module):
         return self.last(nn.functional.embedding(tokens, self.table, sparse=True).sum(1))
 
 
-def unannounced_is_right_or_named() -> None:
+def unannounced() -> None:
+    """It may come back dense: what matters is that it is right."""
     twin = Twin(LookedUp())
-    try:
-        for step in range(2):
-            backward(twin, step, lambda rank: "")
-            dense = [p.grad.to_dense() for p in (twin.parallel.module.table, twin.single.table)]
-            torch.testing.assert_close(*dense, rtol=1e-12, atol=1e-14)
-            assert_same_gradients(twin.parallel.module.last, twin.single.last)
-            twin.update()
-    except RuntimeError as error:
-        assert "table" in str(error)
+    for step in range(2):
+        backward(twin, step, lambda rank: "")
+        dense = [param.grad.to_dense() for param in (twin.parallel.module.table, twin.single.table)]
+        torch.testing.assert_close(*dense, rtol=1e-12, atol=1e-14)
+        assert_same_gradients(twin.parallel.module.last, twin.single.last)
+        twin.update()
 
 
 def a_dense_table_is_no_trouble() -> None:
@@ -156,4 +154,4 @@ BODIES = [
     a_dense_table_is_no_trouble,
     in_a_wrapped_child,
 ]
-WEFT_BODIES = [used_by_some_ranks, used_by_nobody, unannounced_is_right_or_named]
+WEFT_BODIES = [used_by_some_ranks, used_by_nobody, unannounced]

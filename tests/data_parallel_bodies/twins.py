@@ -118,6 +118,15 @@ def assert_same_gradient(
     assert apart <= allowed, f"{name}: {apart:.3g} apart, {allowed:.3g} allowed"
 
 
+def refusal_of(action: Callable[[], object]) -> RuntimeError | None:
+    """What an action that is either right or refused says, if it is refused."""
+    try:
+        action()
+    except RuntimeError as error:
+        return error
+    return None
+
+
 def describe(grad: torch.Tensor | None) -> str:
     return "None" if grad is None else f"a gradient of {list(grad.shape)}"
 

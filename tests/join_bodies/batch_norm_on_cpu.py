@@ -5,17 +5,25 @@ Its autograd function, and so every collective that it makes, is torch's own.
 
 from __future__ import annotations
 
-import functools
+import threading
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 
+_mutex = threading.Lock()  # ranks may be threads
+_installed: list[torch.library.Library] = []
 
-@functools.cache
-def install_kernels() -> torch.library.Library:
-    """Give torch the five kernels. Once a process."""
+
+def install_kernels() -> None:
+    """Give torch the five kernels, once a process."""
+    with _mutex:
+        if not _installed:
+            _installed.append(_new_library())
+
+
+def _new_library() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL", "CPU")
     for kernel in (
         batch_norm_stats,
@@ -52,7 +60,9 @@ def batch_norm_gather_stats_with_counts(
     return mean, (var + eps).rsqrt()
 
 
-def batch_norm_elemt(rows: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+def batch_norm_elemt(
+    rows: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
     return (rows - mean) * invstd * weight + bias
 
 
@@ -89,11 +99,21 @@ class SyncBatchNormOnCpu(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         install_kernels()
+        if self.training:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
         group = self.process_group or dist.group.WORLD
         assert group is not None
         if not self.training or group.size() == 1:
             return nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                self.momentum,
+                self.eps,
             )
         return SyncBatchNormFunction.apply(
             input,

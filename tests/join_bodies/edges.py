@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,21 +15,24 @@ from weft import ConfigError, DesyncError, StateError, record
 from weft.join import Join
 
 
+def loop(join: Join, body: Callable[[int], object]) -> None:
+    """Rank r makes 1 + r steps."""
+    with join:
+        for step in range(1 + dist.get_rank()):
+            body(step)
+
+
 def hook_that_does_too_little() -> None:
     one = Ones()
     with pytest.raises(DesyncError, match="a step of the active ranks makes more collectives"):
-        with Join([one], num_allreduces=1):
-            for _ in range(1 + dist.get_rank()):
-                one(num_allreduces=2)
+        loop(Join([one], num_allreduces=1), lambda step: one(num_allreduces=2))
     dist.barrier()
 
 
 def hook_that_does_too_much() -> None:
     one = Ones()
     with pytest.raises(DesyncError, match="a main hook makes more collectives"):
-        with Join([one], num_allreduces=2):
-            for _ in range(1 + dist.get_rank()):
-                one(num_allreduces=1)
+        loop(Join([one], num_allreduces=2), lambda step: one(num_allreduces=1))
     dist.barrier()
 
 
@@ -44,9 +48,8 @@ def the_same_join_again() -> None:
 
 def entered_twice() -> None:
     join = Join([Ones()])
-    with join:
-        with pytest.raises(StateError, match="entered already"):
-            join.__enter__()
+    with join, pytest.raises(StateError, match="entered already"):
+        join.__enter__()
 
 
 def an_inner_loop_per_step() -> None:
@@ -61,11 +64,14 @@ def an_inner_loop_per_step() -> None:
 
 def an_inner_loop_after_a_rank_left() -> None:
     outer, inner = Ones(), Ones()
-    with pytest.raises(StateError, match="A Join inside a Join"), Join([outer]):
-        for _ in range(1 + dist.get_rank()):
-            outer()
-            with Join([inner]):
-                inner()
+
+    def body(step: int) -> None:
+        outer()
+        with Join([inner]):
+            inner()
+
+    with pytest.raises(StateError, match="A Join inside a Join"):
+        loop(Join([outer]), body)
     dist.barrier()
 
 
@@ -79,17 +85,20 @@ def two_joins_around_one_loop() -> None:
 
 def joinables_in_another_order() -> None:
     first, second = Ones(), Ones()
-    with Join([first, second]):
-        with pytest.raises(StateError, match="in the order in which the loop uses them"):
-            second()
+    with Join([first, second]), pytest.raises(StateError, match="in the order in which the loop uses them"):
+        second()
     dist.barrier()
 
 
 def an_error_passes_through() -> None:
     one = Ones()
-    with pytest.raises(KeyError, match="lost"), Join([one]):
+
+    def body(step: int) -> None:
         one()
         raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        loop(Join([one]), body)
     assert one.hook is not None
     assert one.hook.num_shadowed == 0
     assert one() == dist.get_world_size()  # and nothing is left of the Join
@@ -147,11 +156,14 @@ def a_rank_that_calls_something_else() -> None:
     if dist.get_world_size() < 3:
         return
     one = Ones()
-    with pytest.raises(DesyncError, match="different collectives"), Join([one]):
-        for step in range(1 + (dist.get_rank() > 0)):
-            one()
-            if step == 1:
-                dist.all_reduce(torch.ones(2 if dist.get_rank() == 1 else 3))
+
+    def body(step: int) -> None:
+        one()
+        if step == 1:
+            dist.all_reduce(torch.ones(2 if dist.get_rank() == 1 else 3))
+
+    with pytest.raises(DesyncError, match="different collectives"):
+        loop(Join([one]), body)
     dist.barrier()
 
 
@@ -174,7 +186,9 @@ def one_word_a_step_while_all_are_active() -> None:
         for _ in range(5):
             one()
     words = events.by_feature("join")
-    assert [(event.op, event.shapes) for event in words] == [("all_reduce", ((1,),))] * (5 + 1)  # the last: joined
+    assert [(event.op, event.shapes) for event in words] == [("all_reduce", ((1,),))] * (
+        5 + 1
+    )  # the last: joined
 
 
 def handles_count_the_active_ranks() -> None:

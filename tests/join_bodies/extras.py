@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.join_bodies.reducers import Ones
-from weft import StateError, comm
+from weft import StateError, comm, desync_check
 from weft.join import Join, shadowed
 
 
@@ -138,6 +138,15 @@ def even_inputs_refuse_nothing() -> None:
             assert [tensor.item() for tensor in gathered] == outs
 
 
+def counts_of_the_door_stay_equal() -> None:
+    """The desync check compares calls by their numbers: during a Join, where calls are torch's, and after it."""
+    with desync_check(timeout=10):
+        loop(check_sum)
+    sum_through_the_door()
+    with desync_check(timeout=10):
+        comm.all_reduce(torch.ones(1)).wait()
+
+
 def check_refused(extra: Callable[[int], None], *words: str) -> None:
     """The extra call has to raise on every rank: joined ones too, and once the others have told them."""
     for is_before in (False, True):
@@ -166,7 +175,9 @@ def objects_are_refused() -> None:
 
 
 def a_joined_root_is_refused() -> None:
-    check_refused(lambda step: dist.broadcast(torch.zeros(5), src=0), "broadcast(5 of float32, root 0)", "Its root")
+    check_refused(
+        lambda step: dist.broadcast(torch.zeros(5), src=0), "broadcast(5 of float32, root 0)", "Its root"
+    )
 
 
 def all_to_all_is_refused() -> None:
@@ -188,6 +199,7 @@ BODIES = [
     gathers_with_zeros,
     a_rank_without_inputs,
     even_inputs_refuse_nothing,
+    counts_of_the_door_stay_equal,
     gather_is_refused,
     objects_are_refused,
     a_joined_root_is_refused,

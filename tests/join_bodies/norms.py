@@ -1,4 +1,4 @@
-"""SyncBatchNorm under Join: statistics and gradients are those of the active ranks' rows, and of no others."""
+"""SyncBatchNorm under Join: statistics and gradients are those of the active ranks' rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.join_bodies.batch_norm_on_cpu import SyncBatchNormOnCpu
+from weft import record
 from weft.join import Join, Joinable, JoinHook
 
 WIDTH = 3
@@ -128,4 +129,20 @@ def a_norm_outside_of_the_joinables() -> None:
     dist.barrier()
 
 
-BODIES = [statistics_and_gradients, a_rank_without_inputs, a_norm_outside_of_the_joinables]
+def no_words_while_all_are_active() -> None:
+    """A norm inside a Joinable costs nothing more under Join."""
+    reduced = Reduced(make_model(SyncBatchNormOnCpu))
+    with record() as events, Join([reduced]):
+        for step in range(3):
+            reduced(batch(dist.get_rank(), step)).sum().backward()
+            reduced.finish()
+            update(reduced)
+    assert len(events.by_feature("join")) == 3 + 1
+
+
+BODIES = [
+    no_words_while_all_are_active,
+    statistics_and_gradients,
+    a_rank_without_inputs,
+    a_norm_outside_of_the_joinables,
+]

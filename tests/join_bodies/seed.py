@@ -11,7 +11,9 @@ from weft.join import Join
 NUM_STEPS = 3
 
 
-def run(num_joinables: int, num_allreduces: int = 1, *, is_uneven: bool = True, **options: bool) -> list[Ones]:
+def run(
+    num_joinables: int, num_allreduces: int = 1, *, is_uneven: bool = True, **options: bool
+) -> list[Ones]:
     """Loop under Join; check the total of all all-reduces."""
     joinables = [Ones() for _ in range(num_joinables)]
     assert all(one.post_value.item() == BEFORE for one in joinables)

@@ -47,7 +47,7 @@ def test_a_hook_must_be_callable() -> None:
 @on_ranks(2)
 def test_a_bucket_annotated_as_another_thing_is_refused() -> None:
     model = DistributedDataParallel(net())
-    with pytest.raises(ValueError, match="bucket annotation should be dist.GradBucket"):
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist\.GradBucket"):
         model.register_comm_hook(None, annotated(bucket=int))
 
 

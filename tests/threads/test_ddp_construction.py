@@ -1,4 +1,4 @@
-"""Construction: ranks that disagree are told how, parameters come from rank 0, buffers too in each forward."""
+"""Construction: ranks that disagree are told; parameters come from rank 0, buffers too in each forward."""
 
 from __future__ import annotations
 
@@ -262,12 +262,12 @@ def test_a_bucket_size_that_makes_no_sense_is_refused(cap: object) -> None:
 
 @on_ranks(2)
 def test_what_is_not_initialized_lazily_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="[Uu]ninitialized|lazy|dry forward"):
+    with pytest.raises(RuntimeError, match=r"[Uu]ninitialized|lazy|dry forward"):
         DistributedDataParallel(nn.LazyLinear(3))
 
 
 def test_without_a_process_group_is_refused() -> None:
     with pytest.raises(
-        ValueError if ON_TORCH else (ValueError, RuntimeError), match="init_process_group|process group"
+        ValueError if ON_TORCH else (ValueError, RuntimeError), match=r"init_process_group|process group"
     ):
         DistributedDataParallel(net())

@@ -96,7 +96,7 @@ def test_state_dict_names_begin_with_module() -> None:
     seen = twin.parallel.state_dict()
     assert list(seen) == list(right)
     assert all(torch.equal(seen[name], right[name]) for name in right)
-    assert [name for name, _ in twin.parallel.named_parameters()][0] == "module.0.weight"
+    assert next(name for name, _ in twin.parallel.named_parameters()) == "module.0.weight"
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""A rank that fails in a step: every other rank hears of it, and a step that failed everywhere is forgotten."""
+"""A rank that fails in a step: every other one hears of it. A step that failed on all is forgotten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import weft
 from tests.data_parallel_bodies.libraries import DistributedDataParallel, weft_only
-from tests.data_parallel_bodies.twins import Twin, make_rows, mean_square, net, rows_of
+from tests.data_parallel_bodies.twins import Twin, make_rows, mean_square, net, refusal_of, rows_of
 from weft.testing import Fault, inject, on_ranks
 
 
@@ -133,11 +133,10 @@ def test_a_backward_that_raised_with_buckets_on_their_way_is_forgotten_or_rememb
     for step in range(2):
         twin.step(make_rows(step))
     fail_once(twin.parallel)
-    try:
-        twin.step(make_rows(2))
-    except weft.StateError as error:
-        assert "backward" in str(error)
-        assert f"rank {dist.get_rank()}" in str(error)
+    refusal = refusal_of(lambda: twin.step(make_rows(2)))
+    if refusal is not None:
+        assert isinstance(refusal, weft.StateError | weft.PeerError)  # the other rank may have said it first
+        assert "backward before this one failed" in str(refusal)
 
 
 @weft_only("waits for ever, or mixes up buckets")

@@ -8,12 +8,12 @@ to rank without a word is what must not be.
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.data_parallel_bodies.hooks import names_in, noting_hook
 from tests.data_parallel_bodies.libraries import weft_only
-from tests.data_parallel_bodies.twins import Twin, gradients_of, make_rows, net
+from tests.data_parallel_bodies.twins import Twin, gradients_of, make_rows, net, refusal_of
 from weft.testing import on_ranks
 
 VIEW = pytest.mark.parametrize("view", [False, True])
@@ -37,7 +37,7 @@ def test_one_frozen_before_construction_is_never_reduced(view: bool) -> None:
 def test_one_frozen_before_construction_is_broadcast_all_the_same() -> None:
     model = net()
     model[2].requires_grad_(False)
-    torch.nn.init.constant_(model[2].weight, float(dist.get_rank() + 5))
+    nn.init.constant_(model[2].weight, float(dist.get_rank() + 5))
     twin = Twin(model)
     assert (twin.parallel.module[2].weight == 5).all()
 
@@ -75,11 +75,20 @@ def test_one_thawed_after_wrapping_is_right_or_named(view: bool, steps_before: i
         twin.step(make_rows(step))
     for model in (twin.parallel.module, twin.single):
         model[2].weight.requires_grad_(True)
-    try:
-        for step in range(2):
-            twin.step(make_rows(step + 10))
-    except RuntimeError as error:
-        assert "2.weight" in str(error)
+    refusal = refusal_of(lambda: [twin.step(make_rows(step + 10)) for step in range(2)])
+    assert refusal is None or "2.weight" in str(refusal)
+
+
+@weft_only("leaves its gradient local, without a word")
+@on_ranks(2)
+def test_one_replaced_after_wrapping_is_right_or_named() -> None:
+    """`layer.weight = nn.Parameter(...)`, as pruning and adapters do it."""
+    twin = Twin(net())
+    twin.step(make_rows(0))
+    for model in (twin.parallel.module, twin.single):
+        model[2].weight = nn.Parameter(model[2].weight.detach() * 2)
+    refusal = refusal_of(lambda: twin.step(make_rows(1)))
+    assert refusal is None or "2.weight" in str(refusal)
 
 
 @on_ranks(2)

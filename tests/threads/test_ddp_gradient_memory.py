@@ -49,9 +49,10 @@ def test_each_small_bucket_has_memory_of_its_own() -> None:
     assert len({memory_of(grad) for grad in grads(twin.parallel)}) > 1
 
 
+@VIEW
 @on_ranks(2)
-def test_views_of_a_bucket_do_not_overlap() -> None:
-    twin = warmed_up(gradient_as_bucket_view=True)
+def test_gradients_do_not_overlap(view: bool) -> None:
+    twin = warmed_up(gradient_as_bucket_view=view)
     twin.backward(make_rows(5))
     taken: set[int] = set()
     for grad in grads(twin.parallel):
@@ -80,14 +81,6 @@ def test_a_view_is_the_hooks_buffer() -> None:
     buffers.clear()
     twin.backward(make_rows(5))
     assert {memory_of(buffer) for buffer in buffers} == {memory_of(grad) for grad in grads(twin.parallel)}
-
-
-@on_ranks(2)
-def test_gradients_of_their_own_share_no_memory() -> None:
-    twin = warmed_up(gradient_as_bucket_view=False)
-    twin.backward(make_rows(5))
-    seen = grads(twin.parallel)
-    assert len({memory_of(grad) for grad in seen}) == len(seen)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Graphs of many forms: tied parameters, several forwards and backwards, accumulation, gradients of gradients."""
+"""Graphs of many forms: tied parameters, several forwards and backwards, accumulation, second derivatives."""
 
 from __future__ import annotations
 

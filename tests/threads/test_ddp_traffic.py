@@ -37,8 +37,8 @@ def one_step(model: nn.Module, width: int) -> list[Event]:
 
 
 def assert_bytes(sent: int, right: int, num_params: int, itemsize: int = 4) -> None:
-    """A flag for each parameter may ride along: whether this rank has used it."""
-    assert right <= sent <= right + num_params * itemsize
+    """A few numbers may ride along: for each parameter and each bucket, what this rank has used."""
+    assert right <= sent <= right + 2 * (num_params + 1) * itemsize
 
 
 def reductions(events: list[Event]) -> list[Event]:

@@ -3,9 +3,19 @@
 from weft.autograd.backward import (
     accumulation_node,
     current_backward,
+    current_node,
+    is_reachable,
     on_backward_end,
     unseen_by_autograd,
     will_run,
 )
 
-__all__ = ["accumulation_node", "current_backward", "on_backward_end", "unseen_by_autograd", "will_run"]
+__all__ = [
+    "accumulation_node",
+    "current_backward",
+    "current_node",
+    "is_reachable",
+    "on_backward_end",
+    "unseen_by_autograd",
+    "will_run",
+]

@@ -1,8 +1,8 @@
 """Ask autograd's engine about the backward under way.
 
 The private names of torch that weft needs for this are used here and nowhere else:
-`_current_graph_task_id`, `_will_engine_execute_node`, `_unsafe_preserve_version_counter`
-and the engine's `queue_callback`.
+`_current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node`,
+`_unsafe_preserve_version_counter` and the engine's `queue_callback`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,26 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     """
     engine: Any = Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def current_node() -> Any:
+    """The node of the graph that the backward on this thread is at; None where it doesn't say."""
+    return torch._C._current_autograd_node()
+
+
+def is_reachable(roots: Iterable[Any], wanted: Iterable[Any]) -> bool:
+    """Whether the graph below one of the roots has one of the wanted nodes."""
+    targets = set(wanted)
+    seen: set[Any] = set()
+    pending = [root for root in roots if root is not None]
+    while pending:
+        node = pending.pop()
+        if node in targets:
+            return True
+        if node not in seen:
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions if following is not None]
+    return False
 
 
 def unseen_by_autograd(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

@@ -44,8 +44,8 @@ class Chain:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
-        self._hook = _compose(self._stages)
         names = [getattr(_hook_of(stage), "__qualname__", repr(stage)) for stage in self._stages]
+        self._hook = _compose(self._stages)
         self.__name__ = self.__qualname__ = f"chain({', '.join(names)})"
 
     def __call__(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -66,6 +66,12 @@ def launch_in_order(
     return queue.submit(tensor, lambda: launch().wait())
 
 
+def is_busy(group: ProcessGroup) -> bool:
+    """Whether bodies are under way on the group, so that a launch now must queue behind them."""
+    queue = _queues.get(group)
+    return queue is not None and not queue.is_idle
+
+
 def queue_of(group: ProcessGroup) -> BodyQueue:
     """The queue of a group; it lives as long as the group."""
     with _mutex:

@@ -96,8 +96,8 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 def orthonormalize(matrices: torch.Tensor, epsilon: float = 0.0) -> None:
     """Make the columns of each matrix (3D: which, row, column) orthonormal, in place.
 
-    A column of zeros stays one: there is no direction in it. Columns that depend on those before
-    them become directions of rounding errors, which does no harm. 16-bit matrices are worked on in float32.
+    A column of zeros stays one: there is no direction in it. One that depends on those before it
+    becomes any direction that is orthogonal to them. 16-bit matrices are worked on in float32.
     """
     if matrices.dtype in (torch.float16, torch.bfloat16):
         wide = matrices.float()
@@ -112,11 +112,12 @@ def orthonormalize(matrices: torch.Tensor, epsilon: float = 0.0) -> None:
 
 def _orthonormalize_by_columns(matrices: torch.Tensor, epsilon: float) -> None:
     for at in range(matrices.shape[2]):
-        column = matrices[:, :, at : at + 1]
-        length = torch.linalg.vector_norm(column, dim=1, keepdim=True) + epsilon
-        column.div_(length.masked_fill_(length == 0, 1.0))
-        rest = matrices[:, :, at + 1 :]
-        rest.sub_((column * rest).sum(dim=1, keepdim=True) * column)
+        before, column = matrices[:, :, :at], matrices[:, :, at : at + 1]
+        # Twice: of a column that depends on those before it only rounding errors are left, in any direction.
+        for _ in range(2):
+            column.sub_(before @ (before.transpose(1, 2) @ column))
+            length = torch.linalg.vector_norm(column, dim=1, keepdim=True) + epsilon
+            column.div_(length.masked_fill_(length == 0, 1.0))
 
 
 def keep_directions(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -124,5 +125,13 @@ def keep_directions(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
     A gradient that is zero, or not finite, for one step would else be so for ever: P is made from Q.
     """
-    length = torch.linalg.vector_norm(new, dim=1, keepdim=True, dtype=torch.float32)
-    return torch.where((length > 0) & length.isfinite(), new, old)
+    points_somewhere = (new != 0).any(dim=1, keepdim=True) & new.isfinite().all(dim=1, keepdim=True)
+    return torch.where(points_somewhere, new, old)
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write left @ right (3D). On the CPU 16-bit matrices go through float32: other kernels fail at some."""
+    if left.device.type == "cpu" and left.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(torch.bmm(left.float(), right.float()))
+    else:
+        torch.bmm(left, right, out=out)

@@ -24,6 +24,7 @@ from weft.comm_hooks.low_rank import (
     Factor,
     LowRankPlan,
     keep_directions,
+    multiply,
     orthonormalize,
     plan_low_rank,
 )
@@ -106,14 +107,14 @@ def _reduce_factors(
         part.copy_(sources[place].reshape(-1)).div_(group.size())
     for q, matrix, p in zip(qs, matrices, ps, strict=True):
         orthonormalize(q, state.orthogonalization_epsilon)
-        torch.bmm(matrix, q, out=p)
+        multiply(matrix, q, p)
     comm.all_reduce(p_memory, group=group, feature=FEATURE).wait()
 
     # Q of the step before stays until the new one is known to point somewhere.
     old_qs = [q.clone() for q in qs]
     for p, matrix, q in zip(ps, matrices, qs, strict=True):
         orthonormalize(p, state.orthogonalization_epsilon)
-        torch.bmm(matrix.transpose(1, 2), p, out=q)
+        multiply(matrix.transpose(1, 2), p, q)
     q_memory = state.q_memory_dict[bucket.index()]
     if plan.factors:
         comm.all_reduce(q_memory, group=group, feature=FEATURE).wait().div_(group.size())
@@ -121,7 +122,8 @@ def _reduce_factors(
     gradients = bucket.gradients()
     for factor, p, q, old_q in zip(plan.factors, ps, qs, old_qs, strict=True):
         for at, place in enumerate(factor.members):
-            torch.mm(p[at], q[at].t(), out=gradients[place].view(factor.num_rows, factor.num_columns))
+            out = gradients[place].view(1, factor.num_rows, factor.num_columns)
+            multiply(p[at : at + 1], q[at : at + 1].transpose(1, 2), out)
         q.copy_(keep_directions(q, old_q))
     if not state.warm_start:
         state.p_memory_dict.pop(bucket.index())

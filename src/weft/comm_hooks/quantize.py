@@ -1,7 +1,7 @@
 """Quantize, add up and restore a bucket's chunks with plain torch: the reference, and the CPU's way.
 
-A row of numbers becomes one byte each and a scale: code = round(x * limit / absmax),
-x ~ code * scale, scale = absmax / limit. The error of a number is at most half a scale
+A row of numbers becomes one byte each and a scale, scale = absmax / limit: code =
+round(x / scale), x ~ code * scale. The error of a number is at most half a scale
 (of an int8 code; of an fp8 one a sixteenth of the number). A row of zeros stays
 exactly zero. A row with a NaN or an infinity has a scale that is not finite, and none
 of its numbers comes out finite: what has gone wrong is seen, never turned into numbers.
@@ -24,7 +24,7 @@ LIMITS: dict[torch.dtype, float] = {torch.int8: 127.0}
 if hasattr(torch, "float8_e4m3fn"):
     LIMITS[torch.float8_e4m3fn] = 448.0
 
-# Numbers below it count as zero: their inverse would overflow float32.
+# Rows of less have the scale of this: an inverse must not overflow float32.
 TINY = 2.0**-100
 _CPU_BLOCK_NUMEL = 1 << 17
 
@@ -132,10 +132,10 @@ def encode(
 ) -> None:
     """Write the codes and scales of some rows; with `keeps_error` leave the error in `rows`."""
     limit = LIMITS[codes.dtype]
-    largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True)).float()
-    is_zero = largest <= TINY  # not so for NaN, whose scale is NaN
-    torch.div(largest, limit, out=scales).masked_fill_(is_zero, 0.0)
-    torch.mul(rows, (limit / largest).masked_fill_(is_zero, 0.0), out=workspace)
+    largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).float()
+    # A NaN stays one in all of these. Zeros have codes of zero, whatever their scale.
+    torch.div(largest.clamp_min_(TINY), limit, out=scales)
+    torch.mul(rows, scales.reciprocal(), out=workspace)
     codes.copy_(workspace.round_() if codes.dtype is torch.int8 else workspace)
     if keeps_error:
         rows.sub_(workspace.copy_(codes).mul_(scales))

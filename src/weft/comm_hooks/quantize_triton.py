@@ -151,11 +151,9 @@ def _open_row(entries, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _scale_and_factor(largest, limit, TINY: tl.constexpr):
-    # Division as IEEE has it: the scale is what torch computes, to the bit.
-    is_zero = largest <= TINY
-    return tl.where(is_zero, 0.0, tl.div_rn(largest, limit)), tl.where(
-        is_zero, 0.0, tl.div_rn(limit, largest)
-    )
+    # Divisions as IEEE has them: these are what torch computes, to the bit.
+    scale = tl.div_rn(tl.maximum(largest, TINY), limit)
+    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit

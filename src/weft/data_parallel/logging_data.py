@@ -26,8 +26,9 @@ _ENVIRONMENT = {
 def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
     """Facts of the module, its plan and its last step."""
     reducer = replica.reducer
+    plan = reducer.buckets.plan
     specs = [member.spec for member in reducer.members]
-    sizes = ", ".join(str(plan.num_bytes) for plan in reducer.plan)
+    sizes = ", ".join(str(bucket.num_bytes) for bucket in plan)
     facts: dict[str, Any] = {
         "world_size": replica.group.size(),
         "rank": replica.group.rank(),
@@ -48,15 +49,15 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(spec.num_bytes for spec in specs),
         "num_parameter_tensors": len(specs),
         "bucket_sizes": sizes,
-        "num_buckets_reduced": len(reducer.plan),
+        "num_buckets_reduced": len(plan),
         "has_rebuilt_buckets": int(reducer.has_rebuilt),
         **reducer.times.report(),
     }
     if reducer.has_rebuilt:
         facts["rebuilt_bucket_sizes"] = sizes
-        facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.order))
+        facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.buckets.order))
         facts["rebuilt_per_bucket_param_indices"] = ", ".join(
-            " ".join(map(str, plan.params)) for plan in reducer.plan
+            " ".join(map(str, bucket.params)) for bucket in plan
         )
     if reducer.hook is not None:
         facts["comm_hook"] = getattr(reducer.hook, "__qualname__", str(reducer.hook))

@@ -18,6 +18,7 @@ class ModuleParts:
     """A module's replicated parameters and buffers, in the order of `named_parameters`."""
 
     members: tuple[Member, ...]  # parameters that need gradients
+    slots: tuple[tuple[dict[str, nn.Parameter | None], str, nn.Parameter], ...]  # where they hang
     frozen: tuple[tuple[str, nn.Parameter], ...]
     buffer_slots: tuple[tuple[nn.Module, str], ...]  # where buffers hang: they may be reassigned
 
@@ -31,8 +32,17 @@ class ModuleParts:
         yield from (member.param for member in self.members)
         yield from (param for _, param in self.frozen)
 
-    def check_frozen(self) -> None:
-        """Raise for a parameter that was frozen at the start and now needs a gradient."""
+    def check_unchanged(self) -> None:
+        """Raise for a parameter that needs a gradient now and that nobody would reduce."""
+        for owner, name, param in self.slots:
+            found = owner.get(name)
+            # A plain tensor is there for one call only: torch.func.functional_call put it in.
+            if found is not param and isinstance(found, nn.Parameter) and found.requires_grad:
+                fqn = next(member.spec.name for member in self.members if member.param is param)
+                raise StateError(
+                    f"parameter '{fqn}' is another one than when the module was wrapped; it would not be "
+                    "reduced. Change values in place (param.data.copy_), or wrap the module again."
+                )
         for name, param in self.frozen:
             if param.requires_grad:
                 raise StateError(
@@ -47,6 +57,13 @@ def find_parts(
 ) -> ModuleParts:
     """Sort out a module's parameters and buffers. Shared ones count once."""
     sparse = _with_sparse_gradients(module)
+    homes = {
+        id(param): (child._parameters, name)
+        for child in module.modules()
+        for name, param in child._parameters.items()
+        if param is not None
+    }
+    slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     members: list[Member] = []
     frozen: list[tuple[str, nn.Parameter]] = []
     for name, param in module.named_parameters():
@@ -63,8 +80,10 @@ def find_parts(
         is_sparse = id(param) in sparse
         spec = param_spec(name, param, is_sparse=is_sparse, is_delayed=name in delayed_names)
         members.append(Member(param, spec))
-    slots = tuple(_buffer_slots(module, ignored_names))
-    return ModuleParts(tuple(members), tuple(frozen), slots)
+        if id(param) in homes:
+            slots.append((*homes[id(param)], param))
+    buffer_slots = tuple(_buffer_slots(module, ignored_names))
+    return ModuleParts(tuple(members), tuple(slots), tuple(frozen), buffer_slots)
 
 
 def _with_sparse_gradients(module: nn.Module) -> set[int]:

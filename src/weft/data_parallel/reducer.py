@@ -14,36 +14,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from weft import comm
-from weft.autograd import accumulation_node, current_backward, on_backward_end, will_run
+from weft.autograd import (
+    accumulation_node,
+    current_backward,
+    current_node,
+    is_reachable,
+    on_backward_end,
+    will_run,
+)
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
-from weft.data_parallel.buckets import FEATURE, Bucket, DenseBucket, Member, Reduction, SparseBucket
-from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
+from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used
+from weft.data_parallel.buckets import Bucket, Member, Reduction
+from weft.data_parallel.plan import BucketCaps
+from weft.data_parallel.step import Step
 from weft.data_parallel.times import StepTimes
+from weft.data_parallel.user_hooks import as_listener, defer_hooks, run_deferred
 from weft.errors import StateError
-
-
-@dataclass(slots=True)
-class Step:
-    """One backward, from its first sign to its end."""
-
-    is_synced: bool
-    end: weakref.ref[Callable[[], None]]  # dead when the backward failed
-    remaining: list[int]  # gradients to come, by bucket
-    arrivals: list[int] = field(default_factory=list[int])  # parameters, in order
-    counts: list[int] = field(default_factory=list[int])  # how often each came
-    skipped: set[int] = field(default_factory=set[int])  # not in the graph, so not waited for
-    held: list[dict[int, torch.Tensor]] = field(default_factory=list[dict[int, torch.Tensor]])
-    num_launched: int = 0
-    reduction: Reduction | None = None
 
 
 class Reducer:
@@ -73,17 +66,14 @@ class Reducer:
         self.is_even = True  # every rank takes part with inputs of its own
         self.has_rebuilt = False
         self.times = StepTimes()
-        self.order: list[int] = list(reversed(range(len(members))))
-        self.plan: tuple[BucketPlan, ...] = ()
-        self._buckets: list[Bucket] = []
-        self._bucket_of: list[int] = []
+        # Gradients come in about the reverse of the order in which parameters were made.
+        self._adopt(list(reversed(range(len(members)))))
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
         self._step: Step | None = None
         self._wants_sync = True
         self._nodes: list[Any] = []
         self._listeners: list[RemovableHandle] = []
-        self._adopt(self.order)
         self.listen()
 
     @property
@@ -110,39 +100,6 @@ class Reducer:
         self.hook, self.hook_state = hook, state
         self.listen()
 
-    # The plan
-
-    def _adopt(self, order: Sequence[int]) -> None:
-        specs = [member.spec for member in self.members]
-        self.order = list(order)
-        self.plan = plan_buckets(specs, self.order, self.caps)
-        self._buckets = [self._make_bucket(index, plan) for index, plan in enumerate(self.plan)]
-        self._bucket_of = [0] * len(self.members)
-        for number, plan in enumerate(self.plan):
-            for index in plan.params:
-                self._bucket_of[index] = number
-
-    def _make_bucket(self, index: int, plan: BucketPlan) -> Bucket:
-        members = [self.members[param] for param in plan.params]
-        is_last = index == len(self.plan) - 1
-        if plan.is_sparse:
-            return SparseBucket(plan, members, index, is_last=is_last)
-        return DenseBucket(plan, members, index, is_last=is_last, keeps_buffer=self.keeps_buffers)
-
-    def _rebuild(self, arrivals: Sequence[int]) -> None:
-        """Follow the first rank's order of arrival; what never came goes last."""
-        self.has_rebuilt = True
-        came = list(dict.fromkeys(arrivals))
-        missing = sorted(set(self.order) - set(came), key=self.order.index)
-        order = torch.tensor([*came, *missing], device=self._message_device())
-        if self.group.size() > 1:
-            first = state_of(self.group).ranks[0]
-            comm.broadcast(order, first, self.group, feature=FEATURE).wait()
-        self._adopt(order.tolist())
-
-    def _message_device(self) -> torch.device:
-        return self.members[0].spec.device
-
     def change_group(self, group: ProcessGroup) -> None:
         """Go on with another group, from a plan of its own."""
         self.group = group
@@ -151,6 +108,12 @@ class Reducer:
         self._step = None
         self._adopt(list(reversed(range(len(self.members)))))
         self.listen()
+
+    def _adopt(self, order: Sequence[int]) -> None:
+        self.buckets = BucketSet(self.members, order, self.caps, keeps_buffers=self.keeps_buffers)
+
+    def _message_device(self) -> torch.device:
+        return self.members[0].spec.device
 
     # Backward begins
 
@@ -162,25 +125,26 @@ class Reducer:
     def check_whole(self) -> None:
         """Notice a backward that failed and clear what it left. The next one tells if ranks are in step."""
         step = self._step
-        if step is not None and step.end() is None:
+        if step is not None and step.has_failed():
             self._step = None
-            for bucket in self._buckets:
+            for bucket in self.buckets.buckets:
                 bucket.abandon()
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward comes through a forward's outputs. Called at the gradient of each output."""
         if not self._listeners:
             return
-        if self._step is not None and self._step.end() is not None:
-            if is_synced and not self._step.is_synced:
-                self._begin_reducing(self._step)
-            return
-        self.check_whole()
-        self._open_step(is_synced=is_synced)
+        step = self._step
+        if step is None or step.has_failed():
+            self.check_whole()
+            step = self._open_step(is_synced=is_synced)
+        elif is_synced and not step.is_synced:
+            self._begin_reducing(step)
+        step.roots.append(current_node())
 
     def _open_step(self, *, is_synced: bool) -> Step:
         finish = self._make_end()
-        step = self._step = Step(False, weakref.ref(finish), [])
+        step = self._step = Step(weakref.ref(finish))
         on_backward_end(finish)
         if is_synced:
             self._begin_reducing(step)
@@ -197,13 +161,16 @@ class Reducer:
         step.is_synced = True
         self.num_begun += 1
         self.times.backward_begins()
-        step.remaining = [sum(self._expected[index] for index in plan.params) for plan in self.plan]
+        step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
-        step.held = [self._find_held(bucket) for bucket in self._buckets]
+        step.held = [self._find_held(bucket) for bucket in self.buckets.buckets]
+        step.deferred = {
+            index for index, member in enumerate(self.members) if defer_hooks(member.param, self._is_reducing)
+        }
         for index in step.arrivals:  # before it was known that this backward reduces
             step.counts[index] += 1
-            step.remaining[self._bucket_of[index]] -= 1
-        if self.looks_for_unused and not self.is_static:
+            step.remaining[self.buckets.bucket_of[index]] -= 1
+        if self.looks_for_unused and not self.is_static and current_backward() is not None:
             self._skip_unused(step)
 
     def _find_held(self, bucket: Bucket) -> dict[int, torch.Tensor]:
@@ -218,14 +185,20 @@ class Reducer:
         return held
 
     def _skip_unused(self, step: Step) -> None:
-        if not self._nodes:
-            self._nodes = [accumulation_node(member.param) for member in self.members]
-        for index, node in enumerate(self._nodes):
+        for index, node in enumerate(self._accumulation_nodes()):
             if not step.counts[index] and not will_run(node):
                 step.skipped.add(index)
-                step.remaining[self._bucket_of[index]] -= 1
+                step.remaining[self.buckets.bucket_of[index]] -= 1
         if len(step.skipped) < len(self.members):
             self._launch_ready(step)
+
+    def _is_reducing(self) -> bool:
+        return self._step is not None and self._step.is_synced
+
+    def _accumulation_nodes(self) -> list[Any]:
+        if not self._nodes:
+            self._nodes = [accumulation_node(member.param) for member in self.members]
+        return self._nodes
 
     # Gradients arrive
 
@@ -237,11 +210,11 @@ class Reducer:
             if self is not None:
                 self._arrive(index)
 
-        return arrive
+        return as_listener(arrive)
 
     def _arrive(self, index: int) -> None:
         step = self._step
-        if step is None or step.end() is None:
+        if step is None or step.has_failed():
             # Nothing announced this backward: its loss was not made from the forward's outputs.
             if current_backward() is None:
                 return
@@ -254,14 +227,14 @@ class Reducer:
         step.counts[index] += 1
         if step.counts[index] > self._expected[index] or index in step.skipped:
             self._check_repeated(step, index)
-        number = self._bucket_of[index]
+        number = self.buckets.bucket_of[index]
         step.remaining[number] -= 1
         if step.remaining[number] == 0 and number == step.num_launched:
             self._launch_ready(step)
 
     def _check_repeated(self, step: Step, index: int) -> None:
-        if self.is_static and (not self.num_steps or self._bucket_of[index] >= step.num_launched):
-            step.remaining[self._bucket_of[index]] += (
+        if self.is_static and (not self.num_steps or self.buckets.bucket_of[index] >= step.num_launched):
+            step.remaining[self.buckets.bucket_of[index]] += (
                 1  # the first step counts; later ones may bring more in time
             )
             return
@@ -286,7 +259,7 @@ class Reducer:
     def _launch_ready(self, step: Step) -> None:
         if self.is_static and not self.num_steps:
             return  # how often each parameter comes is known at the end of the first step
-        while step.num_launched < len(self._buckets) and step.remaining[step.num_launched] == 0:
+        while step.num_launched < len(self.buckets.buckets) and step.remaining[step.num_launched] == 0:
             self._launch(step)
 
     def _new_reduction(self) -> Reduction:
@@ -297,7 +270,7 @@ class Reducer:
         if step.reduction is None:
             self.times.communication_begins()
             step.reduction = self._new_reduction()
-        bucket = self._buckets[step.num_launched]
+        bucket = self.buckets.buckets[step.num_launched]
         bucket.collect(step.reduction, [self._is_used[index] for index in bucket.plan.params])
         step.num_launched += 1
         bucket.launch(step.reduction)
@@ -308,38 +281,50 @@ class Reducer:
         step = self._step
         if step is None:
             return
-        if step.is_synced and (step.arrivals or any(self._is_used)):
+        if step.is_synced and self._is_for_parameters(step):
             self.times.backward_ends()
             self._reduce_rest(step)
         self._step = None
-        for callback in self.after_settling if step.is_synced else ():
+        if step.is_synced:
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        for callback in self.after_settling:
             callback()
 
+    def _is_for_parameters(self, step: Step) -> bool:
+        """Not where `torch.autograd.grad` asked for other gradients: then the graph has parameters, unused.
+
+        A rank that has used none of them at all takes part, for those that have.
+        """
+        if step.arrivals or any(self._is_used):
+            return True
+        return not is_reachable(step.roots, self._accumulation_nodes())
+
     def _reduce_rest(self, step: Step) -> None:
-        while step.num_launched < len(self._buckets):
+        while step.num_launched < len(self.buckets.buckets):
             self._launch(step)
         assert step.reduction is not None
-        used_anywhere = self._agree_on_used(step.reduction) if self.hook is not None else None
-        for bucket, held in zip(self._buckets, step.held, strict=True):
+        for bucket in self.buckets.buckets:
+            bucket.finish(step.reduction)
+        used_anywhere = None
+        if self.hook is not None:
+            used_anywhere = agree_on_used(self._is_used, step.reduction, self._message_device())
+        for bucket, held in zip(self.buckets.buckets, step.held, strict=True):
             used = None if used_anywhere is None else [used_anywhere[index] for index in bucket.plan.params]
-            bucket.settle(step.reduction, held, used)
+            has_grad = bucket.hand_out(held, used)
+            for index, has_one in zip(bucket.plan.params if step.deferred else (), has_grad, strict=False):
+                if has_one and index in step.deferred:
+                    run_deferred(self.members[index].param)
         self.times.communication_ends()
         if self.is_static and not self.num_steps:
             self._expected = [max(count, 1) for count in step.counts]
         self._is_used = [False] * len(self.members)
         self.num_steps += 1
         if not self.has_rebuilt:
-            self._rebuild(step.arrivals)
-
-    def _agree_on_used(self, reduction: Reduction) -> list[bool]:
-        """Which parameters some rank has used. With a hook the buffers can't carry the marks."""
-        if self.group.size() == 1:
-            return list(self._is_used)
-        own = [*self._is_used, reduction.mark()]
-        marks = torch.tensor(own, dtype=torch.int32, device=self._message_device())
-        *used, total = comm.all_reduce(marks, group=self.group, feature=FEATURE).wait().tolist()
-        reduction.check_step(total)
-        return [count > 0 for count in used]
+            self.has_rebuilt = True
+            device = self._message_device()
+            self._adopt(agree_on_order(step.arrivals, self.buckets.order, self.group, device))
 
     def _rank(self) -> int:
         return state_of(self.group).global_rank
@@ -347,13 +332,14 @@ class Reducer:
     # Other ranks' steps
 
     def shadow(self) -> None:
-        """Take part in a reduction of the others with nothing of one's own (uneven inputs)."""
-        self.num_begun += 1
-        reduction = self._new_reduction()
-        for bucket in self._buckets:
-            bucket.shadow(reduction)
-        if self.hook is not None:
-            self._agree_on_used(reduction)
-        self.num_steps += 1
-        if not self.has_rebuilt:
-            self._rebuild([])
+        """Take part in a reduction of the others with no gradients of one's own (uneven inputs).
+
+        The parameters get the others' mean, so that an optimizer which shares its work among all
+        ranks finds the same gradients on each.
+        """
+        for member in self.members:
+            member.param.grad = None
+        step = Step()
+        self._begin_reducing(step)
+        self._reduce_rest(step)
+        self._tell_settled()

@@ -95,7 +95,7 @@ class Replica:
         """What must be done before the module runs; the inputs, on its device."""
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
-            self.parts.check_frozen()
+            self.parts.check_unchanged()
             self.reducer.check_whole()
             self.reducer.times.forward_begins()
             self._keep_in_step()

@@ -1,13 +1,66 @@
-"""The mean of sparse gradients over a group."""
+"""A bucket with the sparse gradient of one parameter, and the mean of such over a group."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launch_plain
+from weft.data_parallel.plan import BucketPlan
+from weft.errors import InternalError
 
-FEATURE = "ddp"
+
+class SparseBucket(Bucket):
+    """One parameter with sparse gradients, which travel as entries."""
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], index: int, *, is_last: bool) -> None:
+        super().__init__(plan, members, index, is_last=is_last)
+        self._param = members[0].param
+        self._grad = torch.empty(0)
+        self._is_used = False
+
+    @torch.no_grad()
+    def collect(self, reduction: Reduction, used: Sequence[bool]) -> None:
+        grad = self._param.grad
+        self._is_used = used[0]
+        if grad is None:
+            self._grad = no_entries(self._param)
+        else:
+            self._grad = (grad if grad.is_sparse else grad.to_sparse(1)).detach().coalesce()
+
+    def launch(self, reduction: Reduction) -> None:
+        grad, group = self._grad, reduction.group
+        if reduction.hook is not None:
+            self._pending = self._call_hook(reduction, grad)
+        else:
+            self._pending = launch_plain(group, grad, lambda: mean_sparse(grad, reduction.divisor, group))
+
+    def finish(self, reduction: Reduction) -> None:
+        mean = self._wait()
+        if mean is None:
+            raise InternalError("a sparse bucket was to finish before it was launched")
+        self._grad = mean
+
+    @torch.no_grad()
+    def hand_out(
+        self, held: Mapping[int, torch.Tensor], used_anywhere: Sequence[bool] | None
+    ) -> Sequence[bool]:
+        mean, self._grad = self._grad, torch.empty(0)
+        is_used = self._is_used if used_anywhere is None else used_anywhere[0]
+        if not is_used and mean.is_sparse and mean._nnz() == 0:
+            return (False,)
+        grad = self._param.grad
+        if grad is not None and held.get(0) is grad:
+            grad.copy_(mean)
+        else:
+            self._param.grad = mean.to_dense() if grad is not None and not grad.is_sparse else mean
+        return (True,)
+
+    def owns(self, at: int, grad: torch.Tensor) -> bool:
+        return grad.is_sparse  # made anew in each step
 
 
 def no_entries(param: torch.Tensor) -> torch.Tensor:

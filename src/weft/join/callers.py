@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -60,6 +61,13 @@ class Origin(Enum):
     USER = auto()
 
 
+class Caller(NamedTuple):
+    """Who makes a collective."""
+
+    origin: Origin
+    is_through_door: bool
+
+
 _is_shadowed: ContextVar[bool] = ContextVar("weft_join_is_shadowed", default=False)
 
 
@@ -86,30 +94,31 @@ class Callers:
         covered = [one.join_features for one in given]
         self._features = None if None in covered else {name for some in covered if some for name in some}
 
-    def origin_of_call(self) -> Origin:
-        """Where the collective comes from that is being made now, on this thread."""
+    def find_caller(self) -> Caller:
+        """Who makes the collective that is being made now, on this thread."""
         frame: FrameType | None = sys._getframe(1)
-        moves_objects = False
+        moves_objects = is_through_door = False
         while frame is not None:
             code = frame.f_code
             if code is _DOOR:
+                is_through_door = True
                 feature = frame.f_locals["feature"]
                 if feature != "user":
                     is_covered = self._features is None or feature in self._features
-                    return Origin.COVERED if is_covered else Origin.FOREIGN
+                    return Caller(Origin.COVERED if is_covered else Origin.FOREIGN, True)
             elif code.co_filename == _SYNC_BATCH_NORM:
-                return self._origin_of_norm(frame)
+                return Caller(self._origin_of_norm(frame), is_through_door)
             elif code.co_filename == _C10D:
                 moves_objects |= code.co_name in _OBJECT_CALLS
             elif code.co_filename.startswith(_WEFT):
                 if code.co_name != "forward" and _part_of(code.co_filename) not in _NEUTRAL:
-                    return Origin.COVERED
+                    return Caller(Origin.COVERED, is_through_door)
             elif not code.co_filename.startswith(_TORCH) and self._is_owners(frame):
-                return Origin.COVERED
+                return Caller(Origin.COVERED, is_through_door)
             frame = frame.f_back
         if moves_objects:
-            return Origin.OBJECTS
-        return Origin.SHADOWED if _is_shadowed.get() else Origin.USER
+            return Caller(Origin.OBJECTS, is_through_door)
+        return Caller(Origin.SHADOWED if _is_shadowed.get() else Origin.USER, is_through_door)
 
     def _origin_of_norm(self, frame: FrameType) -> Origin:
         if frame.f_code.co_name == "backward":
@@ -117,14 +126,19 @@ class Callers:
         caller = frame.f_back
         while caller is not None:
             if not caller.f_code.co_filename.startswith(_TORCH) and self._is_owners(caller):
-                return Origin.IN_STEP
+                return Origin.SYNC_BATCH_NORM
             caller = caller.f_back
         return Origin.SYNC_BATCH_NORM
 
     def _is_owners(self, frame: FrameType) -> bool:
         """Whether the frame runs a method of a Joinable or of a hook."""
         code = frame.f_code
-        return code.co_argcount > 0 and id(frame.f_locals.get(code.co_varnames[0])) in self._owner_ids
+        if not code.co_argcount:
+            return False
+        owner = frame.f_locals.get(code.co_varnames[0])
+        # A function that is given a model as its first argument is not one of the model's methods.
+        classes = [cls.__qualname__ for cls in type(owner).__mro__]
+        return id(owner) in self._owner_ids and code.co_qualname.rpartition(".")[0] in classes
 
 
 def _part_of(filename: str) -> str:

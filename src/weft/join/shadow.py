@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft import comm
-from weft.comm.names import op_name
+from weft.comm.group import state_of
+from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
 from weft.join.wire import Description, Flag
 
 # The methods of a process group by which c10d makes collectives, old and new names, and what we call them.
@@ -177,8 +177,7 @@ def shadow_call(description: Description, group: dist.ProcessGroup, join_device:
     kind, dtype = _DEVICES[description.device], _DTYPES[description.dtype]
     device = join_device if join_device.type == kind else torch.device(kind)
     value = (_neutral(description) or 0) if op in _WITH_NEUTRAL_VALUES else 0
-    reduce_op = getattr(dist.ReduceOp, _REDUCE_OPS[description.reduce_op].upper(), None)
-    mine: Any = {"group": group, "feature": "join"}
+    reduce_op: Any = getattr(dist.ReduceOp, _REDUCE_OPS[description.reduce_op].upper(), None)
 
     def filled(numel: int) -> torch.Tensor:
         return torch.full((numel,), value, dtype=dtype, device=device)
@@ -186,19 +185,23 @@ def shadow_call(description: Description, group: dist.ProcessGroup, join_device:
     def parts() -> list[torch.Tensor]:
         return [filled(numel) for _ in range(size)]
 
-    calls: dict[str, Callable[[], comm.Handle[Any]]] = {
-        "all_reduce": lambda: comm.all_reduce(filled(numel), reduce_op, **mine),
-        "reduce": lambda: comm.reduce(filled(numel), root, reduce_op, **mine),
-        "reduce_scatter": lambda: comm.reduce_scatter(filled(numel), parts(), reduce_op, **mine),
-        "reduce_scatter_tensor": lambda: comm.reduce_scatter_tensor(
-            filled(numel // size), filled(numel), reduce_op, **mine
-        ),
-        "broadcast": lambda: comm.broadcast(filled(numel), root, **mine),
-        "scatter": lambda: comm.scatter(filled(numel), None, root, **mine),
-        "all_gather": lambda: comm.all_gather(parts(), filled(numel), **mine),
-        "all_gather_into_tensor": lambda: comm.all_gather_into_tensor(
-            filled(size * numel), filled(numel), **mine
-        ),
-        "barrier": lambda: comm.barrier(**mine),
+    # Not through the door, through which the active ranks' call may not have come either: the door
+    # counts calls, and its counts must stay equal on all ranks.
+    if description.flags & Flag.DOOR:
+        next(state_of(group).numbers)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(filled(numel), reduce_op, group),
+        "reduce": lambda: dist.reduce(filled(numel), root, reduce_op, group),
+        "reduce_scatter": lambda: dist.reduce_scatter(filled(numel), parts(), reduce_op, group),
+        "reduce_scatter_tensor": lambda: reduce_scatter_single(
+            filled(numel // size), filled(numel), reduce_op, group
+        ).wait(),
+        "broadcast": lambda: dist.broadcast(filled(numel), root, group),
+        "scatter": lambda: dist.scatter(filled(numel), None, root, group),
+        "all_gather": lambda: dist.all_gather(parts(), filled(numel), group),
+        "all_gather_into_tensor": lambda: all_gather_single(
+            filled(size * numel), filled(numel), group
+        ).wait(),
+        "barrier": lambda: dist.barrier(group),
     }
-    calls[op]().wait()
+    calls[op]()

@@ -115,14 +115,15 @@ class JoinWatch:
             if self._has_joined:
                 self._wait_for_covered()
                 return call()
-            origin = self._callers.origin_of_call()
+            origin, is_through_door = self._callers.find_caller()
             if origin is Origin.COVERED:
                 if self.is_tail():
                     self._say(Say.COVERED)
             elif origin is not Origin.IN_STEP or not self._has_step or self.is_tail():
                 self._read_notice()
                 if self._say(Say.EXTRA).extra < self._size:
-                    description = describe_call(method, group, args, _FLAGS.get(origin, 0))
+                    flags = _FLAGS.get(origin, 0) | (Flag.DOOR if is_through_door else 0)
+                    description = describe_call(method, group, args, flags)
                     self._agree(description, f" at {call_site()}")
             return call()
 

@@ -104,6 +104,7 @@ class Flag(IntEnum):
     OBJECTS = 4  # part of a collective of pickled objects
     FOREIGN = 8  # made by a part of weft that takes part in no Join
     NESTED = 16  # another Join on the same group
+    DOOR = 32  # made through weft.comm
 
 
 LOWEST = -(1 << 63) + 1  # its negation is an int64 too

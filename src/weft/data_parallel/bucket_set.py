@@ -1,0 +1,67 @@
+"""All buckets of a plan, and the agreements about them that ranks reach with messages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from weft import comm
+from weft.comm.group import state_of
+from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launch_plain, wait_for
+from weft.data_parallel.dense import DenseBucket
+from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
+from weft.data_parallel.sparse import SparseBucket
+
+
+class BucketSet:
+    """The buckets for parameters whose gradients come in this order. It never changes; its buffers do."""
+
+    def __init__(
+        self, members: Sequence[Member], order: Sequence[int], caps: BucketCaps, *, keeps_buffers: bool
+    ) -> None:
+        self.order = list(order)
+        self.plan: tuple[BucketPlan, ...] = plan_buckets([member.spec for member in members], order, caps)
+        self.buckets: list[Bucket] = []
+        self.bucket_of = [0] * len(members)  # by parameter
+        for number, plan in enumerate(self.plan):
+            is_last = number == len(self.plan) - 1
+            inside = [members[index] for index in plan.params]
+            if plan.is_sparse:
+                self.buckets.append(SparseBucket(plan, inside, number, is_last=is_last))
+            else:
+                self.buckets.append(
+                    DenseBucket(plan, inside, number, is_last=is_last, keeps_buffer=keeps_buffers)
+                )
+            for index in plan.params:
+                self.bucket_of[index] = number
+
+    def count_expected(self, expected: Sequence[int]) -> list[int]:
+        """How many gradients each bucket waits for, from how many each parameter gets."""
+        return [sum(expected[index] for index in plan.params) for plan in self.plan]
+
+
+def agree_on_order(
+    arrivals: Sequence[int], before: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[int]:
+    """The first rank's order of arrival, for all; what never came there goes last, as it stood before."""
+    came = list(dict.fromkeys(arrivals))
+    missing = sorted(set(before) - set(came), key=list(before).index)
+    order = torch.tensor([*came, *missing], device=device)
+    if group.size() > 1:
+        first = state_of(group).ranks[0]
+        wait_for(launch_plain(group, order, lambda: comm.broadcast(order, first, group, feature=FEATURE)))
+    return order.tolist()
+
+
+def agree_on_used(is_used: Sequence[bool], reduction: Reduction, device: torch.device) -> list[bool]:
+    """Which parameters some rank has used. For hooks, whose buffers can't carry the marks."""
+    group = reduction.group
+    if group.size() == 1:
+        return list(is_used)
+    marks = torch.tensor([*is_used, reduction.mark()], dtype=torch.int32, device=device)
+    pending = launch_plain(group, marks, lambda: comm.all_reduce(marks, group=group, feature=FEATURE))
+    *used, total = wait_for(pending).tolist()
+    reduction.check_step(total)
+    return [count > 0 for count in used]

@@ -1,0 +1,34 @@
+"""What the reducer remembers of one backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.data_parallel.buckets import Reduction
+
+
+@dataclass(slots=True)
+class Step:
+    """One backward, from its first sign to its end. Parameters are named by index, buckets by number."""
+
+    end_callback: weakref.ref[Callable[[], None]] | None = None  # held by the backward alone
+    is_synced: bool = False  # it reduces
+    arrivals: list[int] = field(default_factory=list[int])  # parameters, in order
+    counts: list[int] = field(default_factory=list[int])  # how often each parameter came
+    remaining: list[int] = field(default_factory=list[int])  # gradients that each bucket waits for
+    skipped: set[int] = field(default_factory=set[int])  # not in the graph, so not waited for
+    deferred: set[int] = field(default_factory=set[int])  # parameters whose hooks wait for the mean
+    # Gradients that were there before and are the user's, by place in each bucket.
+    held: list[dict[int, torch.Tensor]] = field(default_factory=list[dict[int, torch.Tensor]])
+    roots: list[Any] = field(default_factory=list[Any])  # nodes through which it entered the graph
+    num_launched: int = 0
+    reduction: Reduction | None = None
+
+    def has_failed(self) -> bool:
+        """Whether its backward is gone without having ended."""
+        return self.end_callback is not None and self.end_callback() is None

@@ -1,0 +1,166 @@
+"""Triton's kernels against torch's operations: the same codes, scales and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weft.comm_hooks.quantize import LIMITS, TorchCodec
+from weft.comm_hooks.quantize_plan import QuantizePlan, plan_blocks, plan_gradients
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda"
+PLANS = {
+    "blocks of 512": (plan_blocks, 512),
+    "blocks of 100": (plan_blocks, 100),
+    "gradients": (plan_gradients, (0, 7, 300, 301, 5000)),
+}
+PLAN = pytest.mark.parametrize("kind", sorted(PLANS))
+SIZE = pytest.mark.parametrize("numel", [1, 15, 6000, 300_001])
+WIRE = pytest.mark.parametrize("wire", list(LIMITS), ids=str)
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+
+
+def make_plan(kind: str, numel: int, group_size: int) -> QuantizePlan:
+    plan, argument = PLANS[kind]
+    return plan(numel, group_size, argument)  # type: ignore[operator]
+
+
+def codecs(plan: QuantizePlan, wire: torch.dtype) -> tuple[Any, Any]:
+    from weft.comm_hooks import quantize_triton
+
+    if not quantize_triton.is_usable(torch.empty(1, device=DEVICE), wire):
+        pytest.skip(f"this GPU has no {wire}")
+    return TorchCodec(plan, wire), quantize_triton.TritonCodec(plan, wire)
+
+
+def draw(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
+        -6, 3, (numel,), generator=generator
+    )
+    values[:: 13 + seed] = 0.0
+    return values.to(dtype).to(DEVICE)
+
+
+def empty_messages(plan: QuantizePlan, count: int) -> torch.Tensor:
+    return torch.zeros(plan.message_bytes * count, dtype=torch.uint8, device=DEVICE)
+
+
+def assert_same_messages(
+    plan: QuantizePlan, seen: torch.Tensor, right: torch.Tensor, wire: torch.dtype
+) -> None:
+    """Scales to the bit; codes too, but for a few that a fused multiplication rounds the other way."""
+    for a, b in zip(seen.split(plan.message_bytes), right.split(plan.message_bytes), strict=True):
+        a_scales, b_scales = (m[plan.scales_start :].view(torch.float32) for m in (a, b))
+        assert torch.equal(a_scales, b_scales)
+        a_codes, b_codes = (m[: plan.scales_start].view(wire).float() for m in (a, b))
+        apart = (a_codes != b_codes).sum().item()
+        assert apart <= 1e-4 * plan.scales_start
+        step = 1.0 if wire is torch.int8 else 32.0
+        assert ((a_codes - b_codes).abs() <= step).all()
+
+
+@PLAN
+@SIZE
+@WIRE
+@DTYPE
+@pytest.mark.parametrize("keeps_error", [False, True])
+def test_quantize(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, keeps_error: bool) -> None:
+    if keeps_error and dtype is not torch.float32:
+        pytest.skip("errors are float32")
+    plan = make_plan(kind, numel, 3)
+    chunks = [0, 2]
+    seen, right = empty_messages(plan, 2), empty_messages(plan, 2)
+    values = [draw(numel, 1, dtype) for _ in range(2)]
+    for codec, messages, given in zip(codecs(plan, wire), (right, seen), values, strict=True):
+        codec.quantize(given, messages, chunks, keeps_error=keeps_error)
+    assert_same_messages(plan, seen, right, wire)
+    if keeps_error:
+        before = draw(numel, 1)
+        restored = torch.zeros(numel, device=DEVICE)
+        whole = torch.cat([seen[: plan.message_bytes], empty_messages(plan, 1), seen[plan.message_bytes :]])
+        codecs(plan, wire)[1].restore(whole, restored)
+        for which in chunks:
+            chunk = plan.chunks[which]
+            part = slice(chunk.start, chunk.start + chunk.numel)
+            bound = before[part].abs() * 1e-6 + restored[part].abs() * 1e-6
+            assert ((restored + values[1] - before)[part].abs() <= bound).all()
+
+
+@PLAN
+@SIZE
+@WIRE
+@DTYPE
+@pytest.mark.parametrize("num_peers", [1, 3])
+def test_fold(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, num_peers: int) -> None:
+    plan = make_plan(kind, numel, num_peers + 1)
+    reference, ours = codecs(plan, wire)
+    received = empty_messages(plan, num_peers)
+    for peer in range(num_peers):
+        message = received[peer * plan.message_bytes : (peer + 1) * plan.message_bytes]
+        reference.quantize(draw(numel, 2 + peer, dtype), message, [0], keeps_error=False)
+    outs: list[torch.Tensor] = []
+    for codec in (reference, ours):
+        message = empty_messages(plan, 1)
+        codec.fold(draw(numel, 1, dtype), received, message, 0, keeps_error=dtype is torch.float32)
+        out = torch.zeros(numel, device=DEVICE)
+        reference.restore(torch.cat([message, empty_messages(plan, num_peers)]), out)
+        outs.append(out[: plan.chunks[0].numel])
+    # Sums differ by roundings (a fused multiply-add), and so may a code by one step.
+    apart = (outs[0] - outs[1]).abs()
+    largest = torch.cat([draw(numel, 1 + peer, dtype).float().abs() for peer in range(num_peers + 1)]).max()
+    assert (apart > largest * 1e-6).float().mean() <= 1e-3
+    assert (apart <= largest / (100 if wire is torch.int8 else 8)).all()
+
+
+@PLAN
+@SIZE
+@WIRE
+@DTYPE
+def test_restore(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+    plan = make_plan(kind, numel, 3)
+    reference, ours = codecs(plan, wire)
+    messages = empty_messages(plan, 3)
+    reference.quantize(draw(numel, 1, dtype), messages, [0, 1, 2], keeps_error=False)
+    outs = [torch.full((numel,), 9.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    reference.restore(messages, outs[0])
+    ours.restore(messages, outs[1])
+    assert torch.equal(outs[0], outs[1])
+
+
+@WIRE
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_and_spoils_its_row_only(bad: float, wire: torch.dtype) -> None:
+    plan = plan_blocks(2048, 1, 512)
+    _, ours = codecs(plan, wire)
+    values = torch.ones(2048, device=DEVICE)
+    values[700] = bad
+    messages, out = empty_messages(plan, 1), torch.zeros(2048, device=DEVICE)
+    ours.quantize(values, messages, [0], keeps_error=True)
+    ours.restore(messages, out)
+    assert not out[512:1024].isfinite().any()
+    assert torch.allclose(out[:512], torch.ones(512, device=DEVICE))
+    assert values.isfinite().all()
+
+
+@WIRE
+def test_zeros_stay_exactly_zero(wire: torch.dtype) -> None:
+    plan = plan_blocks(2000, 2, 512)
+    _, ours = codecs(plan, wire)
+    messages, out = empty_messages(plan, 2), torch.ones(2000, device=DEVICE)
+    ours.quantize(torch.zeros(2000, device=DEVICE), messages, [0, 1], keeps_error=False)
+    ours.restore(messages, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_hooks_on_the_gpu(ranks: int) -> None:
+    """Many buckets in flight on ranks that share the GPU, against the exact mean."""
+    import weft
+    from tests.hook_bodies import jobs
+
+    weft.launch(jobs.reduce_many_on_gpu, ranks=ranks, kind="thread", timeout=120)
