@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.comm_hooks.quantize import LIMITS, TorchCodec
+from weft.comm_hooks.quantize import LIMITS, Own, TorchCodec
 from weft.comm_hooks.quantize_plan import QuantizePlan, plan_blocks, plan_gradients
 
 pytest.importorskip("triton")
@@ -83,7 +83,7 @@ def test_quantize(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, 
         before = draw(numel, 1)
         restored = torch.zeros(numel, device=DEVICE)
         whole = torch.cat([seen[: plan.message_bytes], empty_messages(plan, 1), seen[plan.message_bytes :]])
-        codecs(plan, wire)[1].restore(whole, restored)
+        codecs(plan, wire)[1].restore(whole, restored, [0, 1, 2])
         for which in chunks:
             chunk = plan.chunks[which]
             part = slice(chunk.start, chunk.start + chunk.numel)
@@ -105,11 +105,12 @@ def test_fold(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, num_
         reference.quantize(draw(numel, 2 + peer, dtype), message, [0], keeps_error=False)
     outs: list[torch.Tensor] = []
     for codec in (reference, ours):
-        message = empty_messages(plan, 1)
-        codec.fold(draw(numel, 1, dtype), received, message, 0, keeps_error=dtype is torch.float32)
-        out = torch.zeros(numel, device=DEVICE)
-        reference.restore(torch.cat([message, empty_messages(plan, num_peers)]), out)
-        outs.append(out[: plan.chunks[0].numel])
+        own = Own(0, empty_messages(plan, 1), torch.zeros(numel, device=DEVICE, dtype=dtype))
+        codec.fold(draw(numel, 1, dtype), received, own, keeps_error=dtype is torch.float32)
+        out = torch.zeros(numel, device=DEVICE, dtype=dtype)
+        reference.restore(torch.cat([own.message, empty_messages(plan, num_peers)]), out, [0])
+        assert torch.equal(out, own.out)
+        outs.append(out[: plan.chunks[0].numel].float())
     # Sums differ by roundings (a fused multiply-add), and so may a code by one step.
     apart = (outs[0] - outs[1]).abs()
     largest = torch.cat([draw(numel, 1 + peer, dtype).float().abs() for peer in range(num_peers + 1)]).max()
@@ -127,8 +128,8 @@ def test_restore(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -
     messages = empty_messages(plan, 3)
     reference.quantize(draw(numel, 1, dtype), messages, [0, 1, 2], keeps_error=False)
     outs = [torch.full((numel,), 9.0, device=DEVICE, dtype=dtype) for _ in range(2)]
-    reference.restore(messages, outs[0])
-    ours.restore(messages, outs[1])
+    reference.restore(messages, outs[0], [0, 1, 2])
+    ours.restore(messages, outs[1], [0, 1, 2])
     assert torch.equal(outs[0], outs[1])
 
 
@@ -141,7 +142,7 @@ def test_what_is_not_finite_stays_so_and_spoils_its_row_only(bad: float, wire: t
     values[700] = bad
     messages, out = empty_messages(plan, 1), torch.zeros(2048, device=DEVICE)
     ours.quantize(values, messages, [0], keeps_error=True)
-    ours.restore(messages, out)
+    ours.restore(messages, out, [0])
     assert not out[512:1024].isfinite().any()
     assert torch.allclose(out[:512], torch.ones(512, device=DEVICE))
     assert values.isfinite().all()
@@ -153,7 +154,7 @@ def test_zeros_stay_exactly_zero(wire: torch.dtype) -> None:
     _, ours = codecs(plan, wire)
     messages, out = empty_messages(plan, 2), torch.ones(2000, device=DEVICE)
     ours.quantize(torch.zeros(2000, device=DEVICE), messages, [0, 1], keeps_error=False)
-    ours.restore(messages, out)
+    ours.restore(messages, out, [0, 1])
     assert not out.any()
 
 

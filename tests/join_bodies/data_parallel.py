@@ -6,6 +6,7 @@ that of a single process that sees the mean of the active ranks' losses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tests.join_bodies.batch_norm_on_cpu import SyncBatchNormOnCpu
 from tests.join_bodies.norms import WIDTH, batch, make_model
 from weft import DistributedDataParallel, comm
 from weft.comm_hooks import GradBucket
+from weft.comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
+from weft.comm_hooks.default_hooks import allreduce_hook
 from weft.comm_hooks.quantization_hooks import quantization_pertensor_hook
 from weft.join import Join
 from weft.optimizers import ZeroRedundancyOptimizer
@@ -38,14 +41,15 @@ def plain_model() -> nn.Sequential:
     return nn.Sequential(model[0], nn.Tanh(), model[3])
 
 
-def train_alone(model: nn.Module) -> nn.Module:
+def train_alone(model: nn.Module, scale: Callable[[int], float] = lambda num_active: 1.0) -> nn.Module:
     """What a single process makes of the active ranks' rows."""
     size = dist.get_world_size()
     optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     for step in range(num_steps(size - 1)):
         optimizer.zero_grad()
         active = [rank for rank in range(size) if step < num_steps(rank)]
-        (model(torch.cat([rows(rank, step) for rank in active])) ** 2).mean().backward()
+        loss = (model(torch.cat([rows(rank, step) for rank in active])) ** 2).mean()
+        (loss * scale(len(active))).backward()
         optimizer.step()
     return model
 
@@ -100,6 +104,21 @@ def ddp_with_zero() -> None:
         )
         train(model, zero)
         assert_same_model(model.module, train_alone(plain_model()))
+
+
+def ddp_with_an_overlapping_zero() -> None:
+    """The hook updates joined ranks' parameters too; means are over the whole group."""
+    size = dist.get_world_size()
+    for wrap in (hook_with_zero_step, hook_with_zero_step_interleaved):
+        model = DistributedDataParallel(plain_model(), bucket_cap_mb=0.0001)
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, **OPTIONS)
+        model.register_comm_hook(None, wrap(allreduce_hook, model, zero))
+        with Join([model]):
+            for step in range(num_steps(dist.get_rank())):
+                zero.zero_grad()
+                (model(rows(dist.get_rank(), step)) ** 2).mean().backward()
+        alone = train_alone(plain_model(), scale=lambda num_active: num_active / size)
+        assert_same_model(model.module, alone)
 
 
 def ddp_with_sync_batch_norm() -> None:
@@ -165,6 +184,7 @@ BODIES = [
     ddp,
     ddp_with_a_metric,
     ddp_with_zero,
+    ddp_with_an_overlapping_zero,
     ddp_with_sync_batch_norm,
     ddp_with_a_hook_of_the_users,
     ddp_with_a_hook_of_several_collectives,

@@ -139,7 +139,7 @@ def even_inputs_refuse_nothing() -> None:
 
 
 def counts_of_the_door_stay_equal() -> None:
-    """The desync check compares calls by their numbers: during a Join, where calls are torch's, and after it."""
+    """The desync check compares calls by their numbers, during a Join and after it."""
     with desync_check(timeout=10):
         loop(check_sum)
     sum_through_the_door()

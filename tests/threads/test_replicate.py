@@ -266,6 +266,7 @@ def test_a_replica_inside_of_a_plain_module() -> None:
         twin.step(make_rows(step))
 
 
+@weft_only("makes a container without modules")
 @on_ranks(2)
 def test_indexing_a_container_gives_what_is_in_it() -> None:
     model = replicate(net())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.comm_hooks.quantize import LIMITS, TINY, TorchCodec
+from weft.comm_hooks.quantize import LIMITS, TINY, Own, TorchCodec
 from weft.comm_hooks.quantize_plan import QuantizePlan, plan_blocks, plan_gradients
 
 INT8 = torch.int8
@@ -20,7 +20,7 @@ def round_trip(
     messages = torch.full((plan.message_bytes * len(plan.chunks),), 77, dtype=torch.uint8)
     codec.quantize(values, messages, list(range(len(plan.chunks))), keeps_error=keeps_error)
     out = torch.full_like(values, 9.0)
-    codec.restore(messages, out)
+    codec.restore(messages, out, list(range(len(plan.chunks))))
     return out
 
 
@@ -138,9 +138,11 @@ def test_messages_add_up_to_the_mean(num_peers: int) -> None:
         heard.append(round_trip(values, plan).double())
     means = torch.zeros(plan.message_bytes * (num_peers + 1), dtype=torch.uint8)
     total = all_values[0].clone()
-    codec.fold(total, received, means[: plan.message_bytes], 0, keeps_error=True)
+    written = torch.zeros(4000)
+    codec.fold(total, received, Own(0, means[: plan.message_bytes], written), keeps_error=True)
     out = torch.zeros(4000)
-    codec.restore(means, out)
+    codec.restore(means, out, [0])
+    assert torch.equal(out, written)
     own = slice(0, plan.chunks[0].numel)
     right = torch.stack(heard).sum(0)[own]
     # The error that is left belongs to the sum: with it the mean is exact.

@@ -26,7 +26,7 @@ from weft.comm.group import resolve_group, state_of
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.in_order import completed, queue_of, run_in_order
 from weft.comm_hooks.mean import FEATURE, is_lossy_safe, launch_mean
-from weft.comm_hooks.quantize import LIMITS, Codec, TorchCodec
+from weft.comm_hooks.quantize import LIMITS, Codec, Own, TorchCodec
 from weft.comm_hooks.quantize_plan import QuantizePlan, plan_blocks, plan_gradients
 from weft.comm_hooks.saved import GroupFreePickle
 from weft.errors import ConfigError
@@ -138,9 +138,9 @@ def _exchange(
 
     codec.quantize(values, sent, peers, keeps_error=keeps_error)
     comm.all_to_all_single(received, sent, splits, splits, group, feature=FEATURE).wait()
-    codec.fold(values, received, mean, rank, keeps_error=keeps_error)
+    codec.fold(values, received, Own(rank, mean, buffer), keeps_error=keeps_error)
     comm.all_gather_into_tensor(means, mean, group, feature=FEATURE).wait()
-    codec.restore(means, buffer)
+    codec.restore(means, buffer, peers)
     return buffer
 
 

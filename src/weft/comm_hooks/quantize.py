@@ -13,6 +13,7 @@ in the cache for the next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -41,25 +42,26 @@ class Codec(Protocol):
         """
         ...
 
-    def fold(
-        self,
-        values: torch.Tensor,
-        received: torch.Tensor,
-        message: torch.Tensor,
-        own: int,
-        *,
-        keeps_error: bool,
-    ) -> None:
-        """Add everyone's message to the own chunk of `values` and write the mean into a message.
+    def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
+        """Add everyone's message to the own chunk of `values`, and write the mean into the own message.
 
-        The own chunk is used up. With `keeps_error`, for which values must be float32, it becomes what
-        the message fails to say of the sum.
+        What the message says is written into the own chunk of the bucket, too. With `keeps_error`, for
+        which values must be float32, their own chunk becomes what the message fails to say of the sum.
         """
         ...
 
-    def restore(self, messages: torch.Tensor, out: torch.Tensor) -> None:
-        """Write everyone's message, in the order of ranks, into the bucket."""
+    def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
+        """Write the messages of these ranks, out of everyone's, into the bucket."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a rank makes of its chunk."""
+
+    chunk: int
+    message: torch.Tensor
+    out: torch.Tensor  # the bucket
 
 
 class TorchCodec:
@@ -77,41 +79,40 @@ class TorchCodec:
             chunk = self._plan.chunks[which]
             codes, scales = self._open(messages, place, chunk)
             part = values.narrow(0, chunk.start, chunk.numel)
-            for workspace, (block, block_codes), (block_scales,) in _blocks(chunk, [part, codes], [scales]):
+            for (workspace, _), (block, block_codes), (block_scales,) in _blocks(
+                chunk, [part, codes], [scales]
+            ):
                 encode(block, block_codes, block_scales, workspace, keeps_error=keeps_error)
 
-    def fold(
-        self,
-        values: torch.Tensor,
-        received: torch.Tensor,
-        message: torch.Tensor,
-        own: int,
-        *,
-        keeps_error: bool,
-    ) -> None:
+    def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
         """Add the messages to the own chunk and write the mean."""
-        chunk = self._plan.chunks[own]
-        part = values.narrow(0, chunk.start, chunk.numel)
-        total = part if part.dtype is torch.float32 else part.float()
+        chunk = self._plan.chunks[own.chunk]
         num_peers = received.numel() // self._plan.message_bytes
-        codes, scales = self._open(message, 0, chunk)
+        codes, scales = self._open(own.message, 0, chunk)
         opened = [self._open(received, place, chunk) for place in range(num_peers)]
-        flats = [total, codes, *(peer_codes for peer_codes, _ in opened)]
+        parts = [tensor.narrow(0, chunk.start, chunk.numel) for tensor in (values, own.out)]
+        flats = [*parts, codes, *(peer_codes for peer_codes, _ in opened)]
         by_row = [scales, *(peer_scales for _, peer_scales in opened)]
-        for workspace, blocks, block_scales in _blocks(chunk, flats, by_row):
-            block, block_codes, *peer_codes = blocks
+        for (workspace, total), blocks, block_scales in _blocks(chunk, flats, by_row):
+            block, out, block_codes, *peer_codes = blocks
+            before = block
             for theirs, their_scales in zip(peer_codes, block_scales[1:], strict=True):
-                block.addcmul_(workspace.copy_(theirs), their_scales)
-            encode(block, block_codes, block_scales[0], workspace, keeps_error=keeps_error)
-        # The codes of a mean are those of its sum: only the scales are divided.
-        scales.div_(num_peers + 1)
+                before = torch.addcmul(before, workspace.copy_(theirs), their_scales, out=total)
+            encode(total, block_codes, block_scales[0], workspace, keeps_error=keeps_error)
+            if keeps_error:
+                block.copy_(total)
+            # The codes of a mean are those of its sum: only the scales are divided.
+            torch.mul(workspace, block_scales[0].div_(num_peers + 1), out=out)
 
-    def restore(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+    def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages into the bucket."""
-        for place, chunk in enumerate(self._plan.chunks):
-            codes, scales = self._open(messages, place, chunk)
+        for which in chunks:
+            chunk = self._plan.chunks[which]
+            codes, scales = self._open(messages, which, chunk)
             part = out.narrow(0, chunk.start, chunk.numel)
-            for workspace, (block, block_codes), (block_scales,) in _blocks(chunk, [part, codes], [scales]):
+            for (workspace, _), (block, block_codes), (block_scales,) in _blocks(
+                chunk, [part, codes], [scales]
+            ):
                 plain = block if out.dtype is torch.float32 else workspace
                 torch.mul(plain.copy_(block_codes), block_scales, out=block)
 
@@ -130,24 +131,29 @@ def encode(
     *,
     keeps_error: bool,
 ) -> None:
-    """Write the codes and scales of some rows; with `keeps_error` leave the error in `rows`."""
-    limit = LIMITS[codes.dtype]
+    """Write the codes of some rows, also as float32 into the workspace, and the scales.
+
+    With `keeps_error` leave the error in `rows`.
+    """
     largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).float()
     # A NaN stays one in all of these. Zeros have codes of zero, whatever their scale.
-    torch.div(largest.clamp_min_(TINY), limit, out=scales)
+    torch.div(largest.clamp_min_(TINY), LIMITS[codes.dtype], out=scales)
     torch.mul(rows, scales.reciprocal(), out=workspace)
-    codes.copy_(workspace.round_() if codes.dtype is torch.int8 else workspace)
+    if codes.dtype is torch.int8:
+        codes.copy_(workspace.round_())
+    else:
+        workspace.copy_(codes.copy_(workspace))
     if keeps_error:
-        rows.sub_(workspace.copy_(codes).mul_(scales))
         # An infinite gradient is skipped by whoever scales losses; its error must not stay.
-        torch.nan_to_num_(rows, 0.0, 0.0, 0.0)
+        torch.nan_to_num_(rows.addcmul_(workspace, scales, value=-1), 0.0, 0.0, 0.0)
 
 
-Block = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Block = tuple[Pair, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def _blocks(chunk: Chunk, flats: Sequence[torch.Tensor], by_row: Sequence[torch.Tensor]) -> Iterator[Block]:
-    """Walk through a chunk: room for a block in float32, the block of each tensor, its rows' scales."""
+    """Walk through a chunk: room for two blocks in float32, the block of each tensor, its rows' scales."""
     is_cpu = flats[0].device.type == "cpu"
     for run in chunk.runs:
         num_together = max(1, _CPU_BLOCK_NUMEL // run.row_numel) if is_cpu else run.num_rows
@@ -156,6 +162,7 @@ def _blocks(chunk: Chunk, flats: Sequence[torch.Tensor], by_row: Sequence[torch.
         scales = [
             rows.narrow(0, run.first_row, run.num_rows).unsqueeze(1).split(num_together) for rows in by_row
         ]
-        workspace = torch.empty_like(blocks[0][0], dtype=torch.float32)
-        for together in zip(zip(*blocks, strict=True), zip(*scales, strict=True), strict=True):
-            yield workspace[: len(together[0][0])], *together
+        rooms = torch.empty((2, *blocks[0][0].shape), dtype=torch.float32, device=flats[0].device)
+        for block, block_scales in zip(zip(*blocks, strict=True), zip(*scales, strict=True), strict=True):
+            num_rows = len(block[0])
+            yield (rooms[0, :num_rows], rooms[1, :num_rows]), block, block_scales

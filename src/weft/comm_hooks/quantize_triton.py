@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from weft.comm_hooks.quantize import LIMITS, TINY
+from weft.comm_hooks.quantize import LIMITS, TINY, Own
 from weft.comm_hooks.quantize_plan import ALIGNMENT, SCALE_BYTES, QuantizePlan
 
 _MOST_TILE_NUMEL = 1024
@@ -56,20 +56,12 @@ class TritonCodec:
             KEEPS_ERROR=keeps_error,
         )
 
-    def fold(
-        self,
-        values: torch.Tensor,
-        received: torch.Tensor,
-        message: torch.Tensor,
-        own: int,
-        *,
-        keeps_error: bool,
-    ) -> None:
+    def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
         """Add the messages to the own chunk and write the mean."""
-        table = _table(self._plan, ((own, 0),), values.device)
-        codes, scales = self._open(message)
+        table = _table(self._plan, ((own.chunk, 0),), values.device)
+        codes, scales = self._open(own.message)
         peer_codes, peer_scales = self._open(received)
-        # In place: the mean will stand there.
+        # Room for the sums where they must not be rounded. Errors are float32, so this is in place.
         totals = values if values.dtype is torch.float32 else torch.empty_like(values, dtype=torch.float32)
         num_peers = received.numel() // self._plan.message_bytes
         table.launch(
@@ -78,6 +70,7 @@ class TritonCodec:
             codes,
             scales,
             totals=totals,
+            out=own.out,
             peer_codes=peer_codes,
             peer_scales=peer_scales,
             num_peers=num_peers,
@@ -88,11 +81,11 @@ class TritonCodec:
             KEEPS_ERROR=keeps_error,
         )
 
-    def restore(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+    def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages into the bucket."""
-        places = tuple((which, which) for which in range(len(self._plan.chunks)))
+        table = _table(self._plan, tuple((which, which) for which in chunks), out.device)
         codes, scales = self._open(messages)
-        _table(self._plan, places, out.device).launch(_restore_rows, out, codes, scales)
+        table.launch(_restore_rows, out, codes, scales)
 
     def _open(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return messages.view(self._dtype), messages.view(torch.float32)
@@ -217,6 +210,7 @@ def _fold_rows(
     scales,
     entries,
     totals,
+    out,
     peer_codes,
     peer_scales,
     num_peers,
@@ -242,7 +236,8 @@ def _fold_rows(
         largest = tl.maximum(largest, tl.where(inside, _magnitude(total), 0.0))
     scale, factor = _scale_and_factor(tl.max(largest, axis=0), limit, TINY)
     # The codes of a mean are those of its sum: only the scale is divided.
-    tl.store(scales + scale_at, tl.div_rn(scale, group_size))
+    mean_scale = tl.div_rn(scale, group_size)
+    tl.store(scales + scale_at, mean_scale)
     tl.debug_barrier()  # what other threads of the program have written is read below
     for start in range(0, numel, TILE):
         inside = start + lanes < numel
@@ -251,6 +246,8 @@ def _fold_rows(
         tl.store(codes + code_start + start + lanes, code, mask=inside)
         if KEEPS_ERROR:
             tl.store(totals + value_start + start + lanes, _error_of(total, code, scale), mask=inside)
+        mean = code.to(tl.float32) * mean_scale
+        tl.store(out + value_start + start + lanes, mean.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ class BucketSet:
         self.plan: tuple[BucketPlan, ...] = plan_buckets([member.spec for member in members], order, caps)
         self.buckets: list[Bucket] = []
         self.bucket_of = [0] * len(members)  # by parameter
+        self.ids = [frozenset(id(members[index].param) for index in plan.params) for plan in self.plan]
         for number, plan in enumerate(self.plan):
             is_last = number == len(self.plan) - 1
             inside = [members[index] for index in plan.params]
@@ -40,6 +41,13 @@ class BucketSet:
     def count_expected(self, expected: Sequence[int]) -> list[int]:
         """How many gradients each bucket waits for, from how many each parameter gets."""
         return [sum(expected[index] for index in plan.params) for plan in self.plan]
+
+    def find_last(self, arrivals: Sequence[int]) -> set[int]:
+        """The parameter of each bucket that came last; of a bucket without arrivals, any."""
+        last = {number: plan.params[-1] for number, plan in enumerate(self.plan)}
+        for index in arrivals:
+            last[self.bucket_of[index]] = index
+        return set(last.values())
 
 
 def agree_on_order(

@@ -71,11 +71,15 @@ class Bucket(ABC):
         self._members = members
         self._index = index
         self._is_last = is_last
+        self.used: Sequence[bool] = ()  # by this rank, since the last reduction; known when it has collected
         self._pending: Pending | None = None
 
     @abstractmethod
-    def collect(self, reduction: Reduction, used: Sequence[bool]) -> None:
-        """Bring the gradients that are there into the buffer. `used`: which came since the last reduction."""
+    def collect(self, reduction: Reduction, used: Sequence[bool] | None) -> None:
+        """Bring the gradients that are there into the buffer.
+
+        `used` says which came since the last reduction; None: all that are there.
+        """
 
     @abstractmethod
     def launch(self, reduction: Reduction) -> None:

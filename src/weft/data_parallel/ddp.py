@@ -25,12 +25,11 @@ from weft.data_parallel.arguments import (
     resolve_process_group,
 )
 from weft.data_parallel.copying import copy_wrapper, pickle_wrapper, unpickle_wrapper
-from weft.data_parallel.optimizers_in_backward import find_optimizers, step_after_reduction
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.precision import MixedPrecision, install_precision
 from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
-from weft.errors import WeftError
+from weft.errors import StateError, WeftError
 from weft.join import Join, Joinable, JoinHook
 from weft.tensors import map_tensors
 
@@ -108,7 +107,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         vars(self)["_replica"] = Replica(self.module, self, options)
         self.process_group = options.group
         self._divide_by_initial_world_size = True
-        self._has_optimizers_in_backward: bool | None = None
         if self.mixed_precision is not None:
             install_precision(self.module, self.mixed_precision, self._replica)
 
@@ -120,8 +118,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward reduces the gradients unless `no_sync` is on."""
-        if self._has_optimizers_in_backward is None:
-            self._prepare_optimizers()
         args, kwargs = self._replica.before_forward(inputs, kwargs)
         if self.mixed_precision is not None:
             args, kwargs = map_tensors(self.mixed_precision.cast_input, (args, kwargs))
@@ -136,12 +132,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
         finally:
             DistributedDataParallel._active_ddp_module = None
-
-    def _prepare_optimizers(self) -> None:
-        optimizers = find_optimizers(self._replica.parts.members)
-        self._has_optimizers_in_backward = bool(optimizers)
-        if optimizers:
-            step_after_reduction(self._replica.reducer, optimizers)
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Generator[None]:
@@ -182,6 +172,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._replica.reducer.is_static
 
     @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The sizes of the first buckets that the user gave, one by one."""
+        return list(self._replica.options.caps.each_bytes)
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self._replica.device
@@ -206,6 +201,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self._replica.hook_name = str(comm_hook_type)
 
     # Uneven inputs
 
@@ -272,6 +268,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
+        if self._replica.reducer.num_steps:
+            self._replica.error = (
+                "_set_static_graph() should be called before training loop starts: buckets are waited for "
+                "by what the first step showed. Pass static_graph=True when the module is wrapped."
+            )
+            raise StateError(self._replica.error)
         self._replica.reducer.is_static = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
 from weft.data_parallel.replica import Replica
 
@@ -42,6 +43,7 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(reducer.is_static),
+        "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in ddp.module.modules())),
         "iteration": reducer.num_steps,
         "dtypes": ", ".join(
             sorted({_DTYPE_NAMES.get(name, name) for name in (str(spec.dtype)[6:] for spec in specs)})
@@ -60,7 +62,7 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
             " ".join(map(str, bucket.params)) for bucket in plan
         )
     if reducer.hook is not None:
-        facts["comm_hook"] = getattr(reducer.hook, "__qualname__", str(reducer.hook))
+        facts["comm_hook"] = replica.hook_name or getattr(reducer.hook, "__qualname__", str(reducer.hook))
     if replica.error:
         facts |= {"has_error": 1, "error": replica.error}
     return facts | {name: os.environ.get(key, "N/A") for name, key in _ENVIRONMENT.items()}

@@ -32,8 +32,8 @@ class ModuleParts:
         yield from (member.param for member in self.members)
         yield from (param for _, param in self.frozen)
 
-    def check_unchanged(self) -> None:
-        """Raise for a parameter that needs a gradient now and that nobody would reduce."""
+    def check_in_place(self) -> None:
+        """Raise for a parameter that has been replaced by another: nobody reduces that one's gradient."""
         for owner, name, param in self.slots:
             found = owner.get(name)
             # A plain tensor is there for one call only: torch.func.functional_call put it in.
@@ -43,6 +43,9 @@ class ModuleParts:
                     f"parameter '{fqn}' is another one than when the module was wrapped; it would not be "
                     "reduced. Change values in place (param.data.copy_), or wrap the module again."
                 )
+
+    def check_frozen(self) -> None:
+        """Raise for a parameter that was frozen at the start and needs a gradient now."""
         for name, param in self.frozen:
             if param.requires_grad:
                 raise StateError(

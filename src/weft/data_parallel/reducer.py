@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from weft.autograd import (
     accumulation_node,
@@ -30,13 +29,15 @@ from weft.autograd import (
 )
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
+from weft.data_parallel.arrivals import Listener
 from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used
-from weft.data_parallel.buckets import Bucket, Member, Reduction
+from weft.data_parallel.buckets import Member, Reduction
 from weft.data_parallel.plan import BucketCaps
 from weft.data_parallel.step import Step
 from weft.data_parallel.times import StepTimes
-from weft.data_parallel.user_hooks import as_listener, defer_hooks, run_deferred
+from weft.data_parallel.user_hooks import defer_hooks, hooks_of, run_deferred
 from weft.errors import StateError
+from weft.tensors import grads_of
 
 
 class Reducer:
@@ -60,7 +61,7 @@ class Reducer:
         self.hook: GradHook | None = None
         self.hook_state: Any = None
         self.find_divisor: Callable[[], int] = group.size
-        self.after_settling: list[Callable[[], None]] = []
+        self.on_unused: Callable[[], None] | None = None  # may raise
         self.num_steps = 0
         self.num_begun = 0  # reductions, those that failed included
         self.is_even = True  # every rank takes part with inputs of its own
@@ -73,27 +74,26 @@ class Reducer:
         self._step: Step | None = None
         self._wants_sync = True
         self._nodes: list[Any] = []
-        self._listeners: list[RemovableHandle] = []
+        self._params = [member.param for member in members]
+        self._index_of = {id(param): index for index, param in enumerate(self._params)}
+        self._listener = Listener(self._params, self._look)
+        self._hook_dicts: list[dict[int, Any]] = []
         self.listen()
 
     @property
     def is_listening(self) -> bool:
         """Whether there is anything to do: a single rank without a hook reduces nothing."""
-        return bool(self._listeners)
+        return self._listener.is_on
 
     def listen(self) -> None:
         """Hear of each gradient from now on, where there is something to do with it."""
-        if not self._listeners and (self.group.size() > 1 or self.hook is not None):
-            self._listeners = [
-                member.param.register_post_accumulate_grad_hook(self._make_arrival(index))
-                for index, member in enumerate(self.members)
-            ]
+        if self.group.size() > 1 or self.hook is not None:
+            self._listener.listen(range(len(self.members)))
+            self._hook_dicts = [hooks_of(param) for param in self._params]
 
     def stop_listening(self) -> None:
         """Hear of no gradient any more."""
-        for listener in self._listeners:
-            listener.remove()
-        self._listeners = []
+        self._listener.stop()
 
     def set_hook(self, hook: GradHook, state: Any) -> None:
         """Reduce each bucket with this hook."""
@@ -127,12 +127,21 @@ class Reducer:
         step = self._step
         if step is not None and step.has_failed():
             self._step = None
+            self._listener.arrived.clear()
             for bucket in self.buckets.buckets:
                 bucket.abandon()
+        if step is None and self._listener.arrived and current_backward() is None:
+            self._listener.listen(range(len(self.members)))
+            self._listener.arrived.clear()
+            raise StateError(
+                f"rank {self._rank()}: the last backward brought gradients but did not come through the "
+                "outputs of forward, as those before it did, and they were not reduced. Make the loss from "
+                "what forward returns, in every step."
+            )
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward comes through a forward's outputs. Called at the gradient of each output."""
-        if not self._listeners:
+        if not self._listener.is_on:
             return
         step = self._step
         if step is None or step.has_failed():
@@ -163,25 +172,23 @@ class Reducer:
         self.times.backward_begins()
         step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
-        step.held = [self._find_held(bucket) for bucket in self.buckets.buckets]
-        step.deferred = {
-            index for index, member in enumerate(self.members) if defer_hooks(member.param, self._is_reducing)
-        }
-        for index in step.arrivals:  # before it was known that this backward reduces
-            step.counts[index] += 1
-            step.remaining[self.buckets.bucket_of[index]] -= 1
+        step.held = self._find_held()
+        if sum(map(len, self._hook_dicts)) > len(self.members):
+            myself = weakref.ref(self)
+            step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
         if self.looks_for_unused and not self.is_static and current_backward() is not None:
             self._skip_unused(step)
 
-    def _find_held(self, bucket: Bucket) -> dict[int, torch.Tensor]:
+    def _find_held(self) -> list[dict[int, torch.Tensor]]:
         """Gradients that were there before and are not ours: the user's memory, to be filled in place."""
-        if self.keeps_buffers:
-            return {}
-        held: dict[int, torch.Tensor] = {}
-        for at, index in enumerate(bucket.plan.params):
-            grad = self.members[index].param.grad
-            if grad is not None and not bucket.owns(at, grad):
-                held[at] = grad
+        held: list[dict[int, torch.Tensor]] = [{} for _ in self.buckets.buckets]
+        if self.keeps_buffers or {*map(type, grads_of(self._params))} == {type(None)}:
+            return held
+        for bucket, found in zip(self.buckets.buckets, held, strict=True):
+            for at, index in enumerate(bucket.plan.params):
+                grad = self._params[index].grad
+                if grad is not None and not bucket.owns(at, grad):
+                    found[at] = grad
         return held
 
     def _skip_unused(self, step: Step) -> None:
@@ -192,7 +199,8 @@ class Reducer:
         if len(step.skipped) < len(self.members):
             self._launch_ready(step)
 
-    def _is_reducing(self) -> bool:
+    def is_reducing(self) -> bool:
+        """Whether a backward goes on whose gradients are reduced."""
         return self._step is not None and self._step.is_synced
 
     def _accumulation_nodes(self) -> list[Any]:
@@ -202,41 +210,55 @@ class Reducer:
 
     # Gradients arrive
 
-    def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
-        reducer = weakref.ref(self)
-
-        def arrive(_: torch.Tensor) -> None:
-            self = reducer()
-            if self is not None:
-                self._arrive(index)
-
-        return as_listener(arrive)
-
-    def _arrive(self, index: int) -> None:
+    def _look(self) -> None:
+        """Gradients have come: launch what is full."""
         step = self._step
         if step is None or step.has_failed():
             # Nothing announced this backward: its loss was not made from the forward's outputs.
-            if current_backward() is None:
-                return
-            self.check_whole()
+            if step is not None:
+                last = self._listener.arrived[-1]
+                self.check_whole()
+                self._listener.arrived.append(last)
             step = self._open_step(is_synced=self._wants_sync)
-        self._is_used[index] = True
-        step.arrivals.append(index)
-        if not step.is_synced:
-            return
-        step.counts[index] += 1
-        if step.counts[index] > self._expected[index] or index in step.skipped:
-            self._check_repeated(step, index)
-        number = self.buckets.bucket_of[index]
-        step.remaining[number] -= 1
-        if step.remaining[number] == 0 and number == step.num_launched:
+        if step.is_synced:
+            self._launch_full(step)
+            self._count_arrivals(step)
             self._launch_ready(step)
 
+    def _launch_full(self, step: Step) -> None:
+        """Launch buckets that came whole, one after the other: the usual case, seen without counting."""
+        arrived = self._listener.arrived
+        if self.is_static or step.skipped:
+            return
+        while step.num_launched < len(self.buckets.buckets):
+            ids = self.buckets.ids[step.num_launched]
+            come = arrived[step.num_seen : step.num_seen + len(ids)]
+            is_fresh = step.remaining[step.num_launched] == len(ids) == len(come)
+            if not is_fresh or not ids.issubset(map(id, come)):
+                return
+            step.num_seen += len(ids)
+            step.remaining[step.num_launched] = 0
+            self._launch(step, has_all=True)
+
+    def _count_arrivals(self, step: Step) -> None:
+        """Take stock of gradients one by one."""
+        arrived = self._listener.arrived
+        while step.num_seen < len(arrived):
+            param = arrived[step.num_seen]
+            step.num_seen += 1
+            index = self._index_of[id(param)]
+            self._is_used[index] |= param.grad is not None
+            step.counts[index] += 1
+            number = self.buckets.bucket_of[index]
+            is_late = number < step.num_launched
+            if is_late or step.counts[index] > self._expected[index] or index in step.skipped:
+                self._check_repeated(step, index)
+            step.remaining[number] -= 1
+
     def _check_repeated(self, step: Step, index: int) -> None:
-        if self.is_static and (not self.num_steps or self.buckets.bucket_of[index] >= step.num_launched):
-            step.remaining[self.buckets.bucket_of[index]] += (
-                1  # the first step counts; later ones may bring more in time
-            )
+        number = self.buckets.bucket_of[index]
+        if self.is_static and number >= step.num_launched:
+            step.remaining[number] += 1  # one more than in the first step, but in time
             return
         name = self.members[index].spec.name
         if index in step.skipped:
@@ -266,12 +288,13 @@ class Reducer:
         divisor = self.find_divisor()
         return Reduction(self.group, divisor, self.num_begun, self.hook, self.hook_state, self.is_even)
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: Step, *, has_all: bool = False) -> None:
         if step.reduction is None:
             self.times.communication_begins()
             step.reduction = self._new_reduction()
         bucket = self.buckets.buckets[step.num_launched]
-        bucket.collect(step.reduction, [self._is_used[index] for index in bucket.plan.params])
+        used = None if has_all else [self._is_used[index] for index in bucket.plan.params]
+        bucket.collect(step.reduction, used)
         step.num_launched += 1
         bucket.launch(step.reduction)
 
@@ -281,23 +304,23 @@ class Reducer:
         step = self._step
         if step is None:
             return
-        if step.is_synced and self._is_for_parameters(step):
+        if not step.is_synced:
+            for param in self._listener.arrived:
+                self._is_used[self._index_of[id(param)]] |= param.grad is not None
+        elif self._is_for_parameters(step):
             self.times.backward_ends()
+            step.num_early = step.num_launched
+            self._count_arrivals(step)
             self._reduce_rest(step)
         self._step = None
-        if step.is_synced:
-            self._tell_settled()
-
-    def _tell_settled(self) -> None:
-        for callback in self.after_settling:
-            callback()
+        self._listener.arrived.clear()
 
     def _is_for_parameters(self, step: Step) -> bool:
         """Not where `torch.autograd.grad` asked for other gradients: then the graph has parameters, unused.
 
         A rank that has used none of them at all takes part, for those that have.
         """
-        if step.arrivals or any(self._is_used):
+        if self._listener.arrived or any(self._is_used):
             return True
         return not is_reachable(step.roots, self._accumulation_nodes())
 
@@ -309,22 +332,45 @@ class Reducer:
             bucket.finish(step.reduction)
         used_anywhere = None
         if self.hook is not None:
-            used_anywhere = agree_on_used(self._is_used, step.reduction, self._message_device())
+            used_anywhere = agree_on_used(self._used(), step.reduction, self._message_device())
         for bucket, held in zip(self.buckets.buckets, step.held, strict=True):
             used = None if used_anywhere is None else [used_anywhere[index] for index in bucket.plan.params]
             has_grad = bucket.hand_out(held, used)
             for index, has_one in zip(bucket.plan.params if step.deferred else (), has_grad, strict=False):
                 if has_one and index in step.deferred:
-                    run_deferred(self.members[index].param)
+                    has_stepped = getattr(self.hook, "steps_optimizers", False)
+                    run_deferred(self._params[index], has_stepped=has_stepped)
         self.times.communication_ends()
         if self.is_static and not self.num_steps:
             self._expected = [max(count, 1) for count in step.counts]
+        if self.on_unused is not None and not all(all(bucket.used) for bucket in self.buckets.buckets):
+            self.on_unused()
         self._is_used = [False] * len(self.members)
         self.num_steps += 1
-        if not self.has_rebuilt:
+        self._learn_order(step)
+
+    def _used(self) -> list[bool]:
+        used = [False] * len(self.members)
+        for bucket in self.buckets.buckets:
+            for index, is_used in zip(bucket.plan.params, bucket.used, strict=True):
+                used[index] = is_used
+        return used
+
+    def _learn_order(self, step: Step) -> None:
+        """Plan for the order in which gradients came, and listen to the last of each bucket."""
+        is_new = not self.has_rebuilt
+        arrivals = [self._index_of[id(param)] for param in self._listener.arrived] if is_new else []
+        if is_new:
             self.has_rebuilt = True
             device = self._message_device()
-            self._adopt(agree_on_order(step.arrivals, self.buckets.order, self.group, device))
+            self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
+        elif step.num_early < len(self.buckets.buckets):
+            arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
+        else:
+            return
+        # A backward that nothing announces can be noticed by any parameter: then all must call.
+        if step.roots and arrivals:
+            self._listener.listen(self.buckets.find_last(arrivals))
 
     def _rank(self) -> int:
         return state_of(self.group).global_rank
@@ -342,4 +388,3 @@ class Reducer:
         step = Step()
         self._begin_reducing(step)
         self._reduce_rest(step)
-        self._tell_settled()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,11 @@ class Replica:
             looks_for_unused=options.looks_for_unused,
         )
         self.reducer.is_static = options.is_static
+        self.reducer.on_unused = self.parts.check_in_place
         self.wants_sync = True  # the user's wish for the next forward
         self.was_synced = True  # at the last forward: only then buffers may differ between ranks
         self.error = ""
+        self.hook_name = ""  # where it isn't the hook's own
 
     @property
     def owner(self) -> Joinable:
@@ -95,7 +97,7 @@ class Replica:
         """What must be done before the module runs; the inputs, on its device."""
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
-            self.parts.check_unchanged()
+            self.parts.check_frozen()
             self.reducer.check_whole()
             self.reducer.times.forward_begins()
             self._keep_in_step()
@@ -106,22 +108,21 @@ class Replica:
 
     def _keep_in_step(self) -> None:
         """Tell joined ranks that this one goes on, and take the buffers of one rank for all."""
-        joining = Join.notify_join_context(self.owner)
-        self.reducer.is_even = joining is None
-        if joining is None:
+        Join.notify_join_context(self.owner)
+        num_active = Join.num_active(self.owner)
+        self.reducer.is_even = num_active is None
+        if num_active is None:
             self.reducer.find_divisor = self.group.size
             if self.will_sync_buffers():
                 self.sync_buffers(0)
             return
-        self.reducer.find_divisor = self._divisor_under_join(joining)
-        source, _ = find_last(True, self.group, self.device, note=int(self.wants_sync))
+        is_whole = getattr(self.owner, "_divide_by_initial_world_size", True)
+        self.reducer.find_divisor = self.group.size if is_whole else lambda: num_active
+        source = 0
+        if num_active < self.group.size():  # tell those that have joined what comes
+            source, _ = find_last(True, self.group, self.device, note=int(self.wants_sync))
         if self.will_sync_buffers():
             self.sync_buffers(source)
-
-    def _divisor_under_join(self, joining: Any) -> Callable[[], int]:
-        if getattr(self.owner, "_divide_by_initial_world_size", True):
-            return self.group.size
-        return lambda: int(joining.wait().item())
 
     def will_sync_buffers(self) -> bool:
         """Whether the next forward starts with one rank's buffers for all."""

@@ -38,7 +38,7 @@ class ReplicatedModule(Joinable):
         for child in module.modules() if recurse else (module,):
             state = attached(child, FEATURE)
             if state is not None:
-                state.replica.wants_sync = requires_gradient_sync
+                state.wants_sync = requires_gradient_sync
 
     def register_comm_hook(self, state: Any, hook: GradHook) -> None:
         """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
@@ -67,6 +67,18 @@ class ReplicateState:
         self._module = weakref.ref(module)  # which holds this
         self.options = options
         self._replica: Replica | None = None
+        self._wants_sync = True  # for a replica still to be made
+
+    @property
+    def wants_sync(self) -> bool:
+        """Whether the next forward's gradients are reduced."""
+        return self._wants_sync if self._replica is None else self._replica.wants_sync
+
+    @wants_sync.setter
+    def wants_sync(self, wanted: bool) -> None:
+        self._wants_sync = wanted
+        if self._replica is not None:
+            self._replica.wants_sync = wanted
 
     @property
     def module(self) -> nn.Module:
@@ -78,9 +90,10 @@ class ReplicateState:
 
     @property
     def replica(self) -> Replica:
-        """The ties to the other ranks."""
+        """The ties to the other ranks, made by all of them together when first needed."""
         if self._replica is None:
             self._replica = Replica(self.module, cast("Joinable", self.module), self.options)
+            self._replica.wants_sync = self._wants_sync
         return self._replica
 
     def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -97,6 +110,7 @@ class ReplicateState:
         new._module = weakref.ref(copy.deepcopy(self.module, memo))
         new.options = self.options
         new._replica = None
+        new._wants_sync = self.wants_sync
         return new
 
 
@@ -111,7 +125,8 @@ def replicate(
     """Replicate the module over the ranks of the world, of `device_mesh` or of `process_group`; returns it.
 
     Parameters below modules that are replicated or sharded themselves, and those in
-    `ignored_modules`, are left to others. The other arguments are DistributedDataParallel's.
+    `ignored_modules`, are left to others. The other arguments are DistributedDataParallel's. Ranks
+    compare and share their parameters at the first forward, so that they may still be loaded.
     Raises if the module is replicated or sharded already; nothing is changed then.
     """
     check_free(module, FEATURE)
@@ -119,15 +134,8 @@ def replicate(
     options = _resolve(module, device_mesh, device_id, kwargs, ignored_names)
     state = ReplicateState(module, options)
     attach(module, FEATURE, state)
-    given_class = type(module)
     give_class(module, ReplicatedModule, "Replicated")
-    try:
-        Joinable.__init__(cast("Joinable", module))
-        _ = state.replica
-    except BaseException:
-        module.__class__ = given_class
-        module.__dict__.pop("_weft_states", None)
-        raise
+    Joinable.__init__(cast("Joinable", module))
     module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.after_forward)
     return module

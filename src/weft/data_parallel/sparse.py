@@ -20,12 +20,11 @@ class SparseBucket(Bucket):
         super().__init__(plan, members, index, is_last=is_last)
         self._param = members[0].param
         self._grad = torch.empty(0)
-        self._is_used = False
 
     @torch.no_grad()
-    def collect(self, reduction: Reduction, used: Sequence[bool]) -> None:
+    def collect(self, reduction: Reduction, used: Sequence[bool] | None) -> None:
         grad = self._param.grad
-        self._is_used = used[0]
+        self.used = (grad is not None,) if used is None else used
         if grad is None:
             self._grad = no_entries(self._param)
         else:
@@ -49,8 +48,8 @@ class SparseBucket(Bucket):
         self, held: Mapping[int, torch.Tensor], used_anywhere: Sequence[bool] | None
     ) -> Sequence[bool]:
         mean, self._grad = self._grad, torch.empty(0)
-        is_used = self._is_used if used_anywhere is None else used_anywhere[0]
-        if not is_used and mean.is_sparse and mean._nnz() == 0:
+        is_used = self.used if used_anywhere is None else used_anywhere
+        if not is_used[0] and mean.is_sparse and mean._nnz() == 0:
             return (False,)
         grad = self._param.grad
         if grad is not None and held.get(0) is grad:

@@ -18,7 +18,7 @@ class Step:
 
     end_callback: weakref.ref[Callable[[], None]] | None = None  # held by the backward alone
     is_synced: bool = False  # it reduces
-    arrivals: list[int] = field(default_factory=list[int])  # parameters, in order
+    num_seen: int = 0  # of the arrivals
     counts: list[int] = field(default_factory=list[int])  # how often each parameter came
     remaining: list[int] = field(default_factory=list[int])  # gradients that each bucket waits for
     skipped: set[int] = field(default_factory=set[int])  # not in the graph, so not waited for
@@ -27,6 +27,7 @@ class Step:
     held: list[dict[int, torch.Tensor]] = field(default_factory=list[dict[int, torch.Tensor]])
     roots: list[Any] = field(default_factory=list[Any])  # nodes through which it entered the graph
     num_launched: int = 0
+    num_early: int = 0  # buckets launched before the backward ended
     reduction: Reduction | None = None
 
     def has_failed(self) -> bool:

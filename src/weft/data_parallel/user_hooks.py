@@ -8,49 +8,54 @@ They keep their places in the parameter's own dictionary, so that they can be re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from weft.data_parallel.arrivals import is_listener
+
 ParamHook = Callable[[torch.Tensor], Any]
-_LISTENER = "_weft_listens"
 
 
 class DeferredHook:
-    """A user's hook that waits while `is_reducing` says so."""
+    """A user's hook that waits while its reducer reduces."""
 
-    def __init__(self, hook: ParamHook, is_reducing: Callable[[], bool]) -> None:
+    def __init__(self, hook: ParamHook, reducer: weakref.ref[Any]) -> None:
         self.hook = hook
-        self.is_reducing = is_reducing
+        self._reducer = reducer
 
     def __call__(self, param: torch.Tensor) -> None:
-        if not self.is_reducing():
+        reducer = self._reducer()
+        if reducer is None or not reducer.is_reducing():
             self.hook(param)
 
 
-def as_listener(hook: ParamHook) -> ParamHook:
-    """Mark a hook as weft's own: it is never deferred."""
-    setattr(hook, _LISTENER, True)
-    return hook
+def hooks_of(param: torch.Tensor) -> dict[int, Any]:
+    """The dictionary of the parameter's post-accumulate-grad hooks. The one use of that private name."""
+    return param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
-def defer_hooks(param: torch.Tensor, is_reducing: Callable[[], bool]) -> bool:
+def defer_hooks(param: torch.Tensor, reducer: weakref.ref[Any]) -> bool:
     """Make the user's hooks of this parameter wait for reductions; whether it has any."""
-    hooks: Any = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    if hooks is None or len(hooks) < 2:  # one is the reducer's
-        return False
-    found = False
-    for key, hook in hooks.items():
-        if not hasattr(hook, _LISTENER):
-            found = True
-            if not isinstance(hook, DeferredHook):
-                hooks[key] = DeferredHook(hook, is_reducing)
-    return found
+    hooks = hooks_of(param)
+    users = [key for key, hook in hooks.items() if not is_listener(hook)]
+    for key in users:
+        if not isinstance(hooks[key], DeferredHook):
+            hooks[key] = DeferredHook(hooks[key], reducer)
+    return bool(users)
 
 
-def run_deferred(param: torch.Tensor) -> None:
-    """Run the hooks that waited: the parameter's gradient is the mean now."""
-    for hook in list(param._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
-        if isinstance(hook, DeferredHook):
+def run_deferred(param: torch.Tensor, *, has_stepped: bool) -> None:
+    """Run the hooks that waited: the parameter's gradient is the mean now.
+
+    Where the gradient hook has stepped the parameter's optimizers already, they don't step again.
+    """
+    for hook in list(hooks_of(param).values()):
+        if not isinstance(hook, DeferredHook):
+            continue
+        if has_stepped and getattr(hook.hook, "steps_optimizers", False):
+            param.grad = None
+        else:
             hook.hook(param)

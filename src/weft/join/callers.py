@@ -33,6 +33,7 @@ from weft.comm.door import launch_call
 from weft.join.protocol import Joinable, JoinHook
 
 _DOOR: CodeType = launch_call.__code__
+_MAX_FRAMES_TO_THE_DOOR = 12
 _SYNC_BATCH_NORM = str(sync_batch_norm.__file__)
 _C10D = str(c10d.__file__)
 _OBJECT_CALLS = frozenset(
@@ -97,16 +98,16 @@ class Callers:
     def find_caller(self) -> Caller:
         """Who makes the collective that is being made now, on this thread."""
         frame: FrameType | None = sys._getframe(1)
-        moves_objects = is_through_door = False
+        # Weft's own calls are by far the most, so they are looked for first.
+        door = _door_above(frame)
+        is_through_door = door is not None
+        if door is not None and (feature := door.f_locals["feature"]) != "user":
+            is_covered = self._features is None or feature in self._features
+            return Caller(Origin.COVERED if is_covered else Origin.FOREIGN, True)
+        moves_objects = False
         while frame is not None:
             code = frame.f_code
-            if code is _DOOR:
-                is_through_door = True
-                feature = frame.f_locals["feature"]
-                if feature != "user":
-                    is_covered = self._features is None or feature in self._features
-                    return Caller(Origin.COVERED if is_covered else Origin.FOREIGN, True)
-            elif code.co_filename == _SYNC_BATCH_NORM:
+            if code.co_filename == _SYNC_BATCH_NORM:
                 return Caller(self._origin_of_norm(frame), is_through_door)
             elif code.co_filename == _C10D:
                 moves_objects |= code.co_name in _OBJECT_CALLS
@@ -126,7 +127,7 @@ class Callers:
         caller = frame.f_back
         while caller is not None:
             if not caller.f_code.co_filename.startswith(_TORCH) and self._is_owners(caller):
-                return Origin.SYNC_BATCH_NORM
+                return Origin.IN_STEP
             caller = caller.f_back
         return Origin.SYNC_BATCH_NORM
 
@@ -139,6 +140,16 @@ class Callers:
         # A function that is given a model as its first argument is not one of the model's methods.
         classes = [cls.__qualname__ for cls in type(owner).__mro__]
         return id(owner) in self._owner_ids and code.co_qualname.rpartition(".")[0] in classes
+
+
+def _door_above(frame: FrameType) -> FrameType | None:
+    """The frame of the door that the call came through: between the two are only torch's and the door's."""
+    above: FrameType | None = frame
+    for _ in range(_MAX_FRAMES_TO_THE_DOOR):
+        if above is None or above.f_code is _DOOR:
+            return above
+        above = above.f_back
+    return None
 
 
 def _part_of(filename: str) -> str:

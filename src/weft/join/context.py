@@ -148,6 +148,14 @@ class Join:
             raise StateError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         return notice
 
+    @staticmethod
+    def num_active(joinable: Joinable) -> int | None:
+        """How many ranks make the step that the Joinable has been notified of; None outside of a Join."""
+        config = joinable._join_config
+        if not config.enable:
+            return None
+        return 1 if config.watch is None else config.watch.num_active()
+
 
 def _checked(joinables: Sequence[object]) -> list[Joinable]:
     if not joinables:

@@ -101,11 +101,14 @@ def _unpatch(cls: type) -> None:
 def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        watch = innermost_watch(group)
-        if watch is None or getattr(_within, "is_set", False):
+        watches = _watches.get(group)
+        if watches is None or getattr(_within, "is_set", False):
             return original(group, *args, **kwargs)
-        with unwatched():
+        _within.is_set = True  # as unwatched() does, in less time: this is on every call's way
+        try:
             given = (*args, *kwargs.values())
-            return watch.around_call(name, group, given, lambda: original(group, *args, **kwargs))
+            return watches[-1].around_call(name, group, given, lambda: original(group, *args, **kwargs))
+        finally:
+            _within.is_set = False
 
     return method

@@ -57,7 +57,7 @@ class JoinWatch:
         self._callers = callers
         self._size = group.size()
         self._notice: Notice | None = None  # of the step under way, until it has been read
-        self._is_tail = False  # whether a rank had joined when the step under way began
+        self._num_active = self._size  # ranks that make the step under way
         self._has_step = False
         self._has_joined = False
         self._mutex = threading.RLock()  # a word and its call go together; gradient hooks may have a thread
@@ -97,15 +97,20 @@ class JoinWatch:
 
     def is_tail(self) -> bool:
         """Whether some rank has joined and does not make the step under way."""
+        return self.num_active() < self._size
+
+    def num_active(self) -> int:
+        """How many ranks make the step under way."""
         self._read_notice()
-        return self._is_tail
+        return self._num_active
 
     def _read_notice(self) -> None:
-        with self._mutex:
-            notice, self._notice = self._notice, None
-            if notice is not None:
-                census = self._checked(notice.read())
-                self._is_tail = census.num_active < self._size
+        notice = self._notice
+        if notice is not None:
+            with self._mutex:
+                if self._notice is notice:  # no other thread has read it meanwhile
+                    self._num_active = self._checked(notice.read()).num_active
+                    self._notice = None  # last: who finds None here finds the answer
 
     def around_call(
         self, method: str, group: dist.ProcessGroup, args: Sequence[Any], call: Callable[[], Any]

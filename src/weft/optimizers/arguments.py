@@ -7,24 +7,20 @@ from typing import Any
 
 import torch
 
-from weft.errors import ConfigError
-
-
-class _ParamsTypeError(ConfigError, TypeError):
-    """torch promises TypeError here."""
+from weft.errors import ConfigError, ConfigTypeError
 
 
 def check_params(params: Iterable[Any]) -> list[Any]:
     """The parameters, or groups of them, as a list that can be read again."""
     if isinstance(params, torch.Tensor):
-        raise _ParamsTypeError(
+        raise ConfigTypeError(
             f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}. Wrap it "
             "in a list."
         )
     try:
         given = list(params)
     except TypeError as error:
-        raise _ParamsTypeError(
+        raise ConfigTypeError(
             f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}."
         ) from error
     if not given:
@@ -36,7 +32,7 @@ def check_params(params: Iterable[Any]) -> list[Any]:
         tensors = given
     if not all(isinstance(one, torch.Tensor) for one in tensors):
         odd = next(type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor))
-        raise _ParamsTypeError(
+        raise ConfigTypeError(
             f"`params` argument should be an iterable of Tensors or dicts; there is a {odd} in it. Pass all "
             "of one kind."
         )

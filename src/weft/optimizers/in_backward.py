@@ -1,8 +1,7 @@
 """Optimizers that parameters carry with them and that step inside backward.
 
-A parameter's gradient is used as soon as it is there, and freed. Under data parallel the
-gradient that is there is this rank's alone, so DistributedDataParallel takes the hooks off
-(`_optimizer_hook_handles`) and steps `_in_backward_optimizers` after the reduction.
+A parameter's gradient is used as soon as it is there, and freed. Under data parallel that is when
+it is the mean: hooks of this kind wait for the reduction.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ def apply_optimizer_in_backward(
             carried._in_backward_optimizers = []
             carried._optimizer_classes = []
             carried._optimizer_kwargs = []
-            carried._optimizer_hook_handles = []
+            carried._steps_in_backward = False
         carried._in_backward_optimizers.append(optimizer_class([param], **optimizer_kwargs))
         carried._optimizer_classes.append(optimizer_class)
         carried._optimizer_kwargs.append(optimizer_kwargs)
-        if register_hook and not carried._optimizer_hook_handles:  # the one hook steps them all
-            carried._optimizer_hook_handles.append(param.register_post_accumulate_grad_hook(_step_and_clear))
+        if register_hook and not carried._steps_in_backward:  # the one hook steps them all
+            carried._steps_in_backward = True
+            param.register_post_accumulate_grad_hook(_step_and_clear)
 
 
 def _step_and_clear(param: torch.Tensor) -> None:
@@ -45,6 +45,10 @@ def _step_and_clear(param: torch.Tensor) -> None:
     for optimizer in carried._in_backward_optimizers:
         optimizer.step()
     param.grad = None
+
+
+# A gradient hook that steps the optimizers itself keeps data parallel from calling this one.
+vars(_step_and_clear)["steps_optimizers"] = True
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:

@@ -47,6 +47,11 @@ def view_in(flat: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequ
     )
 
 
+def grads_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Their gradients, as they are now."""
+    return [param.grad for param in params]
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, in one batch. The one use of a private name, `_foreach_copy_`."""
     torch._foreach_copy_(targets, sources)  # type: ignore[reportPrivateImportUsage]

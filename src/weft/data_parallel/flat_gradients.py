@@ -1,0 +1,169 @@
+"""The flat buffer of a bucket: gradients as views of it, and the marks behind them.
+
+The buffer ends in one number for each parameter, 1 where this rank has a gradient for it and 0 where
+not, and in one that differs from step to step. Summed with the rest, the former say which
+parameters no rank has used, and the latter whether all ranks are at the same step: both without a
+message of their own.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from weft import comm
+from weft.data_parallel.plan import BucketPlan, ParamSpec
+from weft.tensors import contiguous_strides, copy_all, view_in
+
+# From here on a gradient is scaled while it is copied; smaller ones are copied as a batch, then scaled.
+LARGE_NUMEL = 16 * 1024
+
+Grads = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Small gradients that lie side by side: those from `start` up to `stop` of the bucket."""
+
+    start: int
+    stop: int
+    piece: torch.Tensor  # 1D, of the buffer
+    is_plain: tuple[bool, ...]  # one-dimensional already
+    is_contiguous: bool  # each of them, so that they can be strung together
+
+
+class FlatGradients:
+    """One buffer for all gradients of a bucket."""
+
+    def __init__(self, plan: BucketPlan, specs: Sequence[ParamSpec], group: ProcessGroup) -> None:
+        numel = plan.numel + len(plan.params) + 1
+        self.flat = comm.allocate((numel,), plan.dtype, plan.device, group)  # 1D
+        self.payload = self.flat[: plan.numel]
+        self._marks = self.flat[plan.numel : -1]
+        self._step_mark = self.flat[-1:]
+        self.views = [
+            view_in(self.flat, offset, spec.shape, spec.strides)
+            for spec, offset in zip(specs, plan.offsets, strict=True)
+        ]
+        _mark_as_views(self.views)
+        self._large = [at for at, spec in enumerate(specs) if spec.numel >= LARGE_NUMEL]
+        self._runs = _find_runs(self.payload, plan.offsets, specs)
+        self._on_cpu = plan.device.type == "cpu"
+        self._fresh_counts = self._count_references()
+
+    # Who holds it
+
+    def is_kept(self, grads: Grads) -> bool:
+        """Whether the user still holds gradients of an earlier step, which shall keep their values."""
+        if any(map(operator.is_, grads, self.views)):
+            return False  # they are being accumulated in place
+        counts = zip(self._count_references(), self._fresh_counts, strict=True)
+        return any(now > fresh for now, fresh in counts)
+
+    def _count_references(self) -> tuple[int, int]:
+        """How many hold the views, as Python sees it, and their memory, as torch sees it."""
+        return max(map(sys.getrefcount, self.views)), _use_count(self.flat)
+
+    # Gradients in
+
+    def fill(self, grads: Grads, scale: float) -> None:
+        """Copy the gradients in, times `scale`; zeros where there is none. Those in place are only scaled."""
+        if {*map(type, grads)} == {torch.Tensor} and not any(map(operator.is_, grads, self.views)):
+            try:
+                self._fill_batched(grads, scale)  # type: ignore[arg-type]
+            except RuntimeError:  # one that is sparse, or lies otherwise than its parameter
+                pass
+            else:
+                return
+        self._fill_each(grads, scale)
+
+    def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float) -> None:
+        if not self._on_cpu:
+            copy_all(self.views, grads)
+            self._scale(self.payload, scale)
+            return
+        for run in self._runs:
+            parts = grads[run.start : run.stop]
+            if run.is_contiguous:
+                flat = [
+                    part if plain else part.view(-1) for part, plain in zip(parts, run.is_plain, strict=True)
+                ]
+                torch.cat(flat, out=run.piece)
+            else:
+                copy_all(self.views[run.start : run.stop], parts)
+            self._scale(run.piece, scale)
+        for at in self._large:
+            torch.mul(grads[at], scale, out=self.views[at])
+
+    def _fill_each(self, grads: Grads, scale: float) -> None:
+        for grad, view in zip(grads, self.views, strict=True):
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+        self._scale(self.payload, scale)
+
+    @staticmethod
+    def _scale(tensor: torch.Tensor, scale: float) -> None:
+        if scale != 1.0:
+            tensor.mul_(scale)
+
+    # Marks
+
+    def set_marks(self, used: Sequence[bool], step_mark: int) -> None:
+        """Say which gradients are this rank's, and at which step it is."""
+        self._marks.fill_(1)
+        for at, is_used in enumerate(used) if not all(used) else ():
+            if not is_used:
+                self._marks[at] = 0
+        self._step_mark.fill_(step_mark)
+
+    def sum_of_step_marks(self, num_ranks: int) -> float | None:
+        """What the ranks' step marks came to; None where it can't be told without a price, or exactly."""
+        # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
+        if not self._on_cpu or (self.flat.dtype.itemsize <= 2 and num_ranks > 32):
+            return None
+        return self._step_mark.item().real
+
+    def used_anywhere(self) -> list[bool]:
+        """After the reduction: which parameters some rank has used."""
+        return [mark > 0 for mark in self._marks.abs().tolist()]
+
+
+def is_view_of_bucket(grad: torch.Tensor) -> bool:
+    """Whether a gradient lies in a bucket's buffer, this step's or an earlier one's."""
+    return hasattr(grad, "_weft_is_view")
+
+
+def _mark_as_views(views: Sequence[torch.Tensor]) -> None:
+    # A function of its own, so that no name is left that holds the last of them.
+    for view in views:
+        view._weft_is_view = True  # type: ignore[attr-defined]
+
+
+def _find_runs(payload: torch.Tensor, offsets: Sequence[int], specs: Sequence[ParamSpec]) -> list[Run]:
+    runs: list[Run] = []
+    start = 0
+    while start < len(specs):
+        stop = start
+        while stop < len(specs) and specs[stop].numel < LARGE_NUMEL:
+            stop += 1
+        if stop > start:
+            inside = specs[start:stop]
+            piece = payload[offsets[start] : offsets[stop - 1] + inside[-1].numel]
+            is_contiguous = all(spec.strides == contiguous_strides(spec.shape) for spec in inside)
+            runs.append(
+                Run(start, stop, piece, tuple(len(spec.shape) == 1 for spec in inside), is_contiguous)
+            )
+        start = stop + 1
+    return runs
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory. The one use of a private name, `_storage_Use_Count`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
