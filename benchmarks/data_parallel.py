@@ -1,12 +1,12 @@
 """How long is a training step under weft's data parallel, against torch's DDP and against no communication?
 
-A step clears the gradients, runs forward and backward, and waits for the means: no optimizer, which is the same
-for all. float32, one thread a rank, two ranks. Every candidate's gradients are checked against the mean of the
-ranks' own before it is timed.
+A step clears the gradients, runs forward and backward, and waits for the means: no optimizer, which is the
+same for all. float32, one thread a rank, two ranks. Every candidate's gradients are checked against the mean
+of the ranks' own before it is timed.
 
 `alone` is the bare module; `torch` is torch's DDP on gloo with its defaults, `torch view` with
-gradient_as_bucket_view=True; `weft gloo` and `weft local` are weft's on gloo and on the local group; `int8` and
-`bf16` are weft on gloo with those hooks; `join` is a step of `weft local` inside weft.join.
+gradient_as_bucket_view=True; `weft gloo` and `weft local` are weft's on gloo and on the local group; `int8`
+and `bf16` are weft on gloo with those hooks; `join` is a step of `weft local` inside weft.join.
 """
 
 from __future__ import annotations
@@ -255,7 +255,8 @@ def main() -> None:
     ratios = run_ranks(count_bytes, NUM_RANKS, mpiexec=None)
     goals = [goal for model in models for goal in plan_goals(model)]
     notes = [
-        f"bytes of a step, MLP: int8 {ratios['int8']:.3f} of float32 (at most 0.27), bf16 {ratios['bf16']:.3f} (0.55)."
+        f"bytes of a step, MLP, over float32: int8 {ratios['int8']:.3f} (at most 0.27), "
+        f"bf16 {ratios['bf16']:.3f} (at most 0.55)."
     ]
     if options.quick:
         notes.append("--quick shows that it runs. These numbers mean nothing.")

@@ -1,6 +1,6 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm, comm_hooks, join
+from weft import comm, comm_hooks, join, optimizers
 from weft.comm import Handle, desync_check, record
 from weft.comm_hooks import GradBucket
 from weft.data_parallel import DistributedDataParallel, replicate
@@ -19,6 +19,7 @@ from weft.errors import (
 )
 from weft.launcher import World, init, launch
 from weft.local import LocalGroup
+from weft.optimizers import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 __all__ = [
     "ConfigError",
@@ -33,16 +34,19 @@ __all__ = [
     "LocalGroup",
     "PeerError",
     "PeerTimeoutError",
+    "PostLocalSGDOptimizer",
     "StateError",
     "UnfitError",
     "WeftError",
     "World",
+    "ZeroRedundancyOptimizer",
     "comm",
     "comm_hooks",
     "desync_check",
     "init",
     "join",
     "launch",
+    "optimizers",
     "record",
     "replicate",
 ]

@@ -13,7 +13,7 @@ LADDER: list[set[str]] = [
     {"errors"},
     {"comm", "local", "tensors", "autograd", "modules"},
     {"comm_hooks", "join"},
-    {"data_parallel", "fsdp", "tensor_parallel", "rpc", "compiler"},
+    {"data_parallel", "optimizers", "fsdp", "tensor_parallel", "rpc", "compiler"},
     {"dist_autograd"},
     {"launcher", "observe", "testing", "demo"},
     {"__init__", "__main__"},

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("communication.md", "launch.md", "local_group.md")
+PAGES = (
+    "comm_hooks.md",
+    "communication.md",
+    "data_parallel.md",
+    "join.md",
+    "launch.md",
+    "local_group.md",
+    "optimizers.md",
+)
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in PAGES
