@@ -23,6 +23,7 @@ from weft.comm.door import launch_call
 from weft.comm.group import resolve_group, state_of
 from weft.comm.handle import Handle
 from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
+from weft.comm.sparse import needs_gathering, sum_by_gathering
 
 Tensors = Sequence[torch.Tensor]
 is_compiling = torch.compiler.is_compiling
@@ -36,6 +37,12 @@ def all_reduce(
     group = resolve_group(group)
     if is_compiling():
         return traced.all_reduce(tensor, op_name(op), group)  # type: ignore[return-value]
+    if tensor.is_sparse and op == SUM and needs_gathering(tensor, group):
+        return sum_by_gathering(
+            tensor,
+            group.size(),
+            lambda out, mine: all_gather_into_tensor(out, mine, group, feature=feature),
+        )
     return launch_call(
         "all_reduce",
         group,

@@ -1,6 +1,8 @@
-"""Quantize, add up and restore a bucket's chunks on a GPU: one Triton kernel each, one program a row.
+"""Quantize, add up and restore a bucket's chunks on a GPU: one Triton kernel each.
 
-The numbers are those of quantize.py, which says what codes and scales are. Imported
+The numbers are those of quantize.py, which says what codes and scales are. A program holds whole rows
+in its registers, so every number is read once and written once. Rows that fill a program's tile and
+lie at aligned places come first and need no mask: only then are loads and stores wide. Imported
 only where there is Triton and a CUDA tensor.
 """
 
@@ -19,18 +21,24 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from weft.comm_hooks.quantize import LIMITS, TINY, Own
-from weft.comm_hooks.quantize_plan import ALIGNMENT, SCALE_BYTES, QuantizePlan
+from weft.comm_hooks.quantize_plan import ALIGNMENT, MOST_ROW_NUMEL, SCALE_BYTES, QuantizePlan
 
-_MOST_TILE_NUMEL = 1024
 _NUM_COLUMNS = 4  # of a row's entry in a table: where its numbers, codes and scale begin, and its length
+_PROGRAM_NUMEL = 4096  # short rows share a program
+_NUMEL_PER_WARP = 1024
 _VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_CAPABILITY = (8, 9)
 
+Entry = tuple[int, int, int, int]
 
-def is_usable(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels know the buffer's dtype and the GPU knows that of the codes."""
+
+def is_usable(plan: QuantizePlan, buffer: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels know the buffer's dtype and hold its rows, and the GPU knows the codes' dtype."""
     is_fp8_there = torch.cuda.get_device_capability(buffer.device) >= _FP8_CAPABILITY
-    return buffer.dtype in _VALUE_DTYPES and (dtype is torch.int8 or is_fp8_there)
+    longest = max((run.row_numel for chunk in plan.chunks for run in chunk.runs), default=0)
+    return (
+        buffer.dtype in _VALUE_DTYPES and longest <= MOST_ROW_NUMEL and (dtype is torch.int8 or is_fp8_there)
+    )
 
 
 class TritonCodec:
@@ -46,30 +54,20 @@ class TritonCodec:
         """Write the chunks into messages."""
         table = _table(self._plan, tuple((which, place) for place, which in enumerate(chunks)), values.device)
         codes, scales = self._open(messages)
-        table.launch(
-            _quantize_rows,
-            values,
-            codes,
-            scales,
-            limit=LIMITS[self._dtype],
-            TINY=TINY,
-            KEEPS_ERROR=keeps_error,
-        )
+        options = {"limit": LIMITS[self._dtype], "TINY": TINY, "KEEPS_ERROR": keeps_error}
+        table.launch(_quantize, values, codes, scales, **options)
 
     def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
         """Add the messages to the own chunk and write the mean."""
         table = _table(self._plan, ((own.chunk, 0),), values.device)
         codes, scales = self._open(own.message)
         peer_codes, peer_scales = self._open(received)
-        # Room for the sums where they must not be rounded. Errors are float32, so this is in place.
-        totals = values if values.dtype is torch.float32 else torch.empty_like(values, dtype=torch.float32)
         num_peers = received.numel() // self._plan.message_bytes
         table.launch(
-            _fold_rows,
+            _fold,
             values,
             codes,
             scales,
-            totals=totals,
             out=own.out,
             peer_codes=peer_codes,
             peer_scales=peer_scales,
@@ -85,40 +83,52 @@ class TritonCodec:
         """Write the messages into the bucket."""
         table = _table(self._plan, tuple((which, which) for which in chunks), out.device)
         codes, scales = self._open(messages)
-        table.launch(_restore_rows, out, codes, scales)
+        table.launch(_restore, out, codes, scales)
 
     def _open(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return messages.view(self._dtype), messages.view(torch.float32)
 
 
 class _Table:
-    """Where the rows of some chunks are, on the device."""
+    """Where the rows of some chunks are, on the device, and how they are shared out to programs."""
 
-    def __init__(self, entries: list[tuple[int, int, int, int]], device: torch.device) -> None:
-        self._num_rows = len(entries)
-        self._entries = torch.tensor(entries, dtype=torch.int64).view(-1, _NUM_COLUMNS).to(device)
-        # Known to the compiler, it makes wide loads and stores of neighbouring numbers.
-        self._is_aligned = all(
-            start % ALIGNMENT == 0 and code % ALIGNMENT == 0 for start, code, *_ in entries
-        )
+    def __init__(self, entries: list[Entry], device: torch.device) -> None:
         longest = max((numel for *_, numel in entries), default=1)
-        self._tile_numel = min(_MOST_TILE_NUMEL, triton.next_power_of_2(longest))
+        tile_numel = triton.next_power_of_2(longest)
+        num_rows = max(1, _PROGRAM_NUMEL // tile_numel)  # of a program
+        wide = [entry for entry in entries if _is_wide(entry, tile_numel)]
+        num_wide = len(wide) // num_rows
+        others = [entry for entry in entries if not _is_wide(entry, tile_numel)]
+        others = wide[num_wide * num_rows :] + others
+        others += [(0, 0, 0, 0)] * (-len(others) % num_rows)  # rows of nothing: programs are full
+        ordered = wide[: num_wide * num_rows] + others
+        self._num_programs = len(ordered) // num_rows
+        self._entries = torch.tensor(ordered, dtype=torch.int64).view(-1, _NUM_COLUMNS).to(device)
+        self._options: dict[str, Any] = {
+            "num_wide": num_wide,
+            "ROWS": num_rows,
+            "TILE": tile_numel,
+            "num_warps": min(16, max(1, num_rows * tile_numel // _NUMEL_PER_WARP)),
+        }
 
     def launch(
         self, kernel: Any, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, **options: Any
     ) -> None:
-        """Run the kernel, a program a row."""
-        if self._num_rows == 0:
-            return
-        kernel[(self._num_rows,)](
-            values, codes, scales, self._entries, **options, TILE=self._tile_numel, ALIGNED=self._is_aligned
-        )
+        """Run the kernel on all rows."""
+        if self._num_programs:
+            grid = (self._num_programs,)
+            kernel[grid](values, codes, scales, self._entries, **options, **self._options)
+
+
+def _is_wide(entry: Entry, tile_numel: int) -> bool:
+    start, code, _, numel = entry
+    return numel == tile_numel and start % ALIGNMENT == 0 and code % ALIGNMENT == 0
 
 
 @lru_cache(maxsize=256)
 def _table(plan: QuantizePlan, places: tuple[tuple[int, int], ...], device: torch.device) -> _Table:
     """The rows of chunks, each with its message's place. A bucket has the same ones in every step."""
-    entries: list[tuple[int, int, int, int]] = []
+    entries: list[Entry] = []
     for which, place in places:
         chunk = plan.chunks[which]
         code_base = place * plan.message_bytes
@@ -132,32 +142,52 @@ def _table(plan: QuantizePlan, places: tuple[tuple[int, int], ...], device: torc
 
 
 @triton.jit
-def _open_row(entries, ALIGNED: tl.constexpr):
-    entry = entries + tl.program_id(0) * 4
-    value_start = tl.load(entry)
-    code_start = tl.load(entry + 1)
-    if ALIGNED:
-        value_start = tl.multiple_of(value_start, 16)
-        code_start = tl.multiple_of(code_start, 16)
-    return value_start, code_start, tl.load(entry + 2), tl.load(entry + 3)
+def _open_rows(entries, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """The program's rows: places of numbers and codes (2D), of scales, which are there (2D; 1D)."""
+    entry = entries + (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * 4
+    starts, codes = tl.load(entry), tl.load(entry + 1)
+    if WIDE:
+        starts, codes = tl.multiple_of(starts, 16), tl.multiple_of(codes, 16)
+    numel = tl.load(entry + 3)
+    lanes = tl.arange(0, TILE)[None, :]
+    return (
+        starts[:, None] + lanes,
+        codes[:, None] + lanes,
+        tl.load(entry + 2),
+        lanes < numel[:, None],
+        numel > 0,
+    )
 
 
 @triton.jit
-def _scale_and_factor(largest, limit, TINY: tl.constexpr):
-    # Divisions as IEEE has them: these are what torch computes, to the bit.
-    scale = tl.div_rn(tl.maximum(largest, TINY), limit)
-    return scale, tl.div_rn(1.0, scale)
+def _load(pointers, inside, WIDE: tl.constexpr):
+    if WIDE:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _magnitude(x):
+def _store(pointers, numbers, inside, WIDE: tl.constexpr):
+    numbers = numbers.to(pointers.dtype.element_ty)
+    if WIDE:
+        tl.store(pointers, numbers)
+    else:
+        tl.store(pointers, numbers, mask=inside)
+
+
+@triton.jit
+def _scales_and_factors(x, limit, TINY: tl.constexpr):
     # A maximum may pass over a NaN, but not over an infinity.
-    return tl.where(x == x, tl.abs(x), float("inf"))
+    magnitude = tl.where(x == x, tl.abs(x), float("inf"))
+    largest = tl.maximum(tl.max(magnitude, axis=1), TINY)
+    # Divisions as IEEE has them: these are what torch computes, to the bit.
+    scale = tl.div_rn(largest, limit + tl.zeros_like(largest))
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
-def _encode_tile(x, factor, codes):
-    scaled = x * factor
+def _encode(x, factor, codes):
+    scaled = x * factor[:, None]
     if codes.dtype.element_ty == tl.int8:
         code = libdevice.rint(scaled).to(tl.int8)
     else:
@@ -166,97 +196,89 @@ def _encode_tile(x, factor, codes):
 
 
 @triton.jit
-def _error_of(x, code, scale):
-    error = x - code.to(tl.float32) * scale
+def _errors(x, code, scale):
+    error = x - code.to(tl.float32) * scale[:, None]
     # An infinite gradient is skipped by whoever scales losses; its error must not stay.
     return tl.where(tl.abs(error) < float("inf"), error, 0.0)
 
 
 @triton.jit
 def _quantize_rows(
-    values,
-    codes,
-    scales,
-    entries,
-    limit,
-    TINY: tl.constexpr,
-    KEEPS_ERROR: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    value_start, code_start, scale_at, numel = _open_row(entries, ALIGNED)
-    lanes = tl.arange(0, TILE)
-    largest = tl.zeros([TILE], dtype=tl.float32)
-    for start in range(0, numel, TILE):
-        inside = start + lanes < numel
-        x = tl.load(values + value_start + start + lanes, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _magnitude(x))
-    scale, factor = _scale_and_factor(tl.max(largest, axis=0), limit, TINY)
-    tl.store(scales + scale_at, scale)
-    # A row is read again from the cache: it is 64 KB at most.
-    for start in range(0, numel, TILE):
-        inside = start + lanes < numel
-        x = tl.load(values + value_start + start + lanes, mask=inside, other=0.0).to(tl.float32)
-        code = _encode_tile(x, factor, codes)
-        tl.store(codes + code_start + start + lanes, code, mask=inside)
-        if KEEPS_ERROR:
-            tl.store(values + value_start + start + lanes, _error_of(x, code, scale), mask=inside)
+    values, codes, scales, entries, limit,
+    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
+    x = _load(values + at, inside, WIDE)
+    scale, factor = _scales_and_factors(x, limit, TINY)
+    code = _encode(x, factor, codes)
+    _store(codes + code_at, code, inside, WIDE)
+    _store(scales + scale_at, scale, is_row, WIDE)
+    if KEEPS_ERROR:
+        _store(values + at, _errors(x, code, scale), inside, WIDE)
+
+
+@triton.jit
+def _quantize(
+    values, codes, scales, entries, limit, num_wide,
+    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) < num_wide:
+        _quantize_rows(values, codes, scales, entries, limit, TINY, KEEPS_ERROR, ROWS, TILE, True)
+    else:
+        _quantize_rows(values, codes, scales, entries, limit, TINY, KEEPS_ERROR, ROWS, TILE, False)
 
 
 @triton.jit
 def _fold_rows(
-    values,
-    codes,
-    scales,
-    entries,
-    totals,
-    out,
-    peer_codes,
-    peer_scales,
-    num_peers,
-    group_size,
-    message_bytes,
-    limit,
-    TINY: tl.constexpr,
-    KEEPS_ERROR: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    value_start, code_start, scale_at, numel = _open_row(entries, ALIGNED)
-    lanes = tl.arange(0, TILE)
-    largest = tl.zeros([TILE], dtype=tl.float32)
-    for start in range(0, numel, TILE):
-        inside = start + lanes < numel
-        total = tl.load(values + value_start + start + lanes, mask=inside, other=0.0).to(tl.float32)
-        for peer in range(num_peers):
-            code_at = peer_codes + peer * message_bytes + code_start + start + lanes
-            code = tl.load(code_at, mask=inside)
-            total += code.to(tl.float32) * tl.load(peer_scales + peer * (message_bytes // 4) + scale_at)
-        tl.store(totals + value_start + start + lanes, total, mask=inside)
-        largest = tl.maximum(largest, tl.where(inside, _magnitude(total), 0.0))
-    scale, factor = _scale_and_factor(tl.max(largest, axis=0), limit, TINY)
+    values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes, limit,
+    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
+    total = _load(values + at, inside, WIDE)
+    for peer in range(num_peers):
+        # Messages may be more than 2 GB together.
+        message = tl.multiple_of(peer.to(tl.int64) * message_bytes, 16)
+        code = _load(peer_codes + message + code_at, inside, WIDE)
+        total += code * _load(peer_scales + message // 4 + scale_at, is_row, WIDE)[:, None]
+    scale, factor = _scales_and_factors(total, limit, TINY)
+    code = _encode(total, factor, codes)
+    _store(codes + code_at, code, inside, WIDE)
     # The codes of a mean are those of its sum: only the scale is divided.
-    mean_scale = tl.div_rn(scale, group_size)
-    tl.store(scales + scale_at, mean_scale)
-    tl.debug_barrier()  # what other threads of the program have written is read below
-    for start in range(0, numel, TILE):
-        inside = start + lanes < numel
-        total = tl.load(totals + value_start + start + lanes, mask=inside, other=0.0)
-        code = _encode_tile(total, factor, codes)
-        tl.store(codes + code_start + start + lanes, code, mask=inside)
-        if KEEPS_ERROR:
-            tl.store(totals + value_start + start + lanes, _error_of(total, code, scale), mask=inside)
-        mean = code.to(tl.float32) * mean_scale
-        tl.store(out + value_start + start + lanes, mean.to(out.dtype.element_ty), mask=inside)
+    mean_scale = tl.div_rn(scale, group_size + tl.zeros_like(scale))
+    _store(scales + scale_at, mean_scale, is_row, WIDE)
+    if KEEPS_ERROR:
+        _store(values + at, _errors(total, code, scale), inside, WIDE)
+    _store(out + at, code.to(tl.float32) * mean_scale[:, None], inside, WIDE)
 
 
 @triton.jit
-def _restore_rows(out, codes, scales, entries, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    value_start, code_start, scale_at, numel = _open_row(entries, ALIGNED)
-    lanes = tl.arange(0, TILE)
-    scale = tl.load(scales + scale_at)
-    for start in range(0, numel, TILE):
-        inside = start + lanes < numel
-        code = tl.load(codes + code_start + start + lanes, mask=inside)
-        number = code.to(tl.float32) * scale
-        tl.store(out + value_start + start + lanes, number.to(out.dtype.element_ty), mask=inside)
+def _fold(
+    values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes, limit,
+    num_wide,
+    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) < num_wide:
+        _fold_rows(
+            values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes,
+            limit, TINY, KEEPS_ERROR, ROWS, TILE, True,
+        )  # fmt: skip
+    else:
+        _fold_rows(
+            values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes,
+            limit, TINY, KEEPS_ERROR, ROWS, TILE, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _restore_rows(out, codes, scales, entries, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+    at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
+    code = _load(codes + code_at, inside, WIDE)
+    _store(out + at, code * _load(scales + scale_at, is_row, WIDE)[:, None], inside, WIDE)
+
+
+@triton.jit
+def _restore(out, codes, scales, entries, num_wide, ROWS: tl.constexpr, TILE: tl.constexpr):
+    if tl.program_id(0) < num_wide:
+        _restore_rows(out, codes, scales, entries, ROWS, TILE, True)
+    else:
+        _restore_rows(out, codes, scales, entries, ROWS, TILE, False)

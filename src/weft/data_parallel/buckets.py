@@ -75,10 +75,13 @@ class Bucket(ABC):
         self._pending: Pending | None = None
 
     @abstractmethod
-    def collect(self, reduction: Reduction, used: Sequence[bool] | None) -> None:
+    def collect(
+        self, reduction: Reduction, used: Sequence[bool] | None, held: Mapping[int, torch.Tensor]
+    ) -> None:
         """Bring the gradients that are there into the buffer.
 
-        `used` says which came since the last reduction; None: all that are there.
+        `used` says which came since the last reduction; None: all that are there. Gradients in `held`,
+        by place in the bucket, were the user's before and stay where they are.
         """
 
     @abstractmethod
@@ -95,8 +98,7 @@ class Bucket(ABC):
     ) -> Sequence[bool]:
         """Make the mean the parameters' gradients; say which have one now.
 
-        Gradients in `held`, by place in the bucket, were the user's before: the mean is copied
-        into them. A parameter that no rank used is left as it was.
+        It is copied into those in `held`. A parameter that no rank used is left as it was.
         """
 
     @abstractmethod

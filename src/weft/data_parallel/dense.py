@@ -35,7 +35,9 @@ class DenseBucket(Bucket):
         return self._gradients
 
     @torch.no_grad()
-    def collect(self, reduction: Reduction, used: Sequence[bool] | None) -> None:
+    def collect(
+        self, reduction: Reduction, used: Sequence[bool] | None, held: Mapping[int, torch.Tensor]
+    ) -> None:
         grads = grads_of(self._params)
         buffer = self._gradients
         if buffer is None or (not self._keeps_buffer and buffer.is_kept(grads)):
@@ -50,6 +52,24 @@ class DenseBucket(Bucket):
             }
         buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
         buffer.set_marks(self.used, reduction.mark())
+        self._exchange(held)
+
+    def _exchange(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Put the views in the gradients' places at once: the memory of those is free for the next ones.
+
+        Without that a backward asks the system for new pages for every gradient, which takes longer
+        than the reduction.
+        """
+        try:
+            if held or not all(self.used):
+                for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
+                    if self.used[at] and at not in held:
+                        param.grad = view
+            else:
+                for param, view in zip(self._params, self.gradients.views, strict=True):
+                    param.grad = view
+        except RuntimeError as error:
+            raise self._explain(error) from error
 
     def launch(self, reduction: Reduction) -> None:
         flat, group = self.gradients.flat, reduction.group
@@ -85,25 +105,23 @@ class DenseBucket(Bucket):
             used = used_anywhere
         elif not all(used):
             used = self.gradients.used_anywhere()
-        try:
-            if held or not all(used):
-                self._hand_out_each(held, used)
-            else:
-                for param, view in zip(self._params, self.gradients.views, strict=True):
-                    param.grad = view
-        except RuntimeError as error:
-            raise self._explain(error) from error
+        for at, grad in held.items():
+            if used[at] and grad is self._params[at].grad:
+                grad.copy_(self.gradients.views[at])
+        if not all(self.used):
+            self._hand_out_unused(held, used)
         self._untouched = {}
         return used
 
-    def _hand_out_each(self, held: Mapping[int, torch.Tensor], used: Sequence[bool]) -> None:
+    def _hand_out_unused(self, held: Mapping[int, torch.Tensor], used: Sequence[bool]) -> None:
+        """Give parameters that this rank has not used what the others made of them, or leave them alone."""
         for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
+            if self.used[at]:
+                continue
             if not used[at]:
                 if at in self._untouched:
                     view.copy_(self._untouched[at])
-            elif at in held and held[at] is param.grad:
-                held[at].copy_(view)
-            else:
+            elif at not in held:
                 param.grad = view
 
     def _explain(self, error: RuntimeError) -> Exception:

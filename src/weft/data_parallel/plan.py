@@ -46,7 +46,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketCaps:
-    """How large buckets may get. A parameter that is larger has a bucket to itself."""
+    """How large buckets may get; the first parameter that doesn't fit may still end a bucket."""
 
     first_bytes: int = FIRST_CAP_BYTES
     rest_bytes: int = DEFAULT_CAP_MB * MB
@@ -109,7 +109,7 @@ def plan_buckets(
     """Fill buckets up to the caps in this order: one dtype and device each, sparse ones alone.
 
     Parameters of several dtypes fill several buckets side by side. A bucket is closed
-    before it would exceed its cap, so its reduction starts as early as the cap allows.
+    before it would exceed its cap, unless it is not half full: a call for little is dear.
     """
     if sorted(order) != list(range(len(specs))):
         raise ConfigError(
@@ -126,7 +126,7 @@ def plan_buckets(
         key = (spec.dtype, spec.device, spec.is_delayed)
         bucket = open_.setdefault(key, _OpenBucket())
         cap = caps.of(len(closed))
-        if bucket.params and bucket.num_bytes + spec.num_bytes > cap:
+        if 2 * bucket.num_bytes >= cap < bucket.num_bytes + spec.num_bytes and bucket.params:
             closed.append(bucket.params)
             bucket = open_[key] = _OpenBucket()
             cap = caps.of(len(closed))

@@ -294,7 +294,7 @@ class Reducer:
             step.reduction = self._new_reduction()
         bucket = self.buckets.buckets[step.num_launched]
         used = None if has_all else [self._is_used[index] for index in bucket.plan.params]
-        bucket.collect(step.reduction, used)
+        bucket.collect(step.reduction, used, step.held[step.num_launched])
         step.num_launched += 1
         bucket.launch(step.reduction)
 
