@@ -16,6 +16,7 @@ DEVICE = "cuda"
 PLANS = {
     "blocks of 512": (plan_blocks, 512),
     "blocks of 100": (plan_blocks, 100),
+    "blocks of 2048": (plan_blocks, 2048),
     "gradients": (plan_gradients, (0, 7, 300, 301, 5000)),
 }
 PLAN = pytest.mark.parametrize("kind", sorted(PLANS))
@@ -32,7 +33,7 @@ def make_plan(kind: str, numel: int, group_size: int) -> QuantizePlan:
 def codecs(plan: QuantizePlan, wire: torch.dtype) -> tuple[Any, Any]:
     from weft.comm_hooks import quantize_triton
 
-    if not quantize_triton.is_usable(torch.empty(1, device=DEVICE), wire):
+    if not quantize_triton.is_usable(plan, torch.empty(1, device=DEVICE), wire):
         pytest.skip(f"this GPU has no {wire}")
     return TorchCodec(plan, wire), quantize_triton.TritonCodec(plan, wire)
 

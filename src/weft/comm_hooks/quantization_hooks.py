@@ -150,6 +150,6 @@ def choose_codec(plan: QuantizePlan, dtype: torch.dtype, buffer: torch.Tensor) -
         # Not imported before it is needed: not every torch comes with Triton.
         from weft.comm_hooks import quantize_triton
 
-        if quantize_triton.is_usable(buffer, dtype):
+        if quantize_triton.is_usable(plan, buffer, dtype):
             return quantize_triton.TritonCodec(plan, dtype)
     return TorchCodec(plan, dtype)

@@ -94,30 +94,27 @@ class _Table:
 
     def __init__(self, entries: list[Entry], device: torch.device) -> None:
         longest = max((numel for *_, numel in entries), default=1)
-        tile_numel = triton.next_power_of_2(longest)
-        num_rows = max(1, _PROGRAM_NUMEL // tile_numel)  # of a program
-        wide = [entry for entry in entries if _is_wide(entry, tile_numel)]
-        num_wide = len(wide) // num_rows
-        others = [entry for entry in entries if not _is_wide(entry, tile_numel)]
-        others = wide[num_wide * num_rows :] + others
-        others += [(0, 0, 0, 0)] * (-len(others) % num_rows)  # rows of nothing: programs are full
-        ordered = wide[: num_wide * num_rows] + others
-        self._num_programs = len(ordered) // num_rows
-        self._entries = torch.tensor(ordered, dtype=torch.int64).view(-1, _NUM_COLUMNS).to(device)
-        self._options: dict[str, Any] = {
-            "num_wide": num_wide,
-            "ROWS": num_rows,
-            "TILE": tile_numel,
-            "num_warps": min(16, max(1, num_rows * tile_numel // _NUMEL_PER_WARP)),
-        }
+        self._tile_numel = triton.next_power_of_2(longest)
+        self._num_rows = max(1, _PROGRAM_NUMEL // self._tile_numel)  # of a program
+        wide = [entry for entry in entries if _is_wide(entry, self._tile_numel)]
+        num_wide = len(wide) // self._num_rows * self._num_rows
+        others = wide[num_wide:] + [entry for entry in entries if not _is_wide(entry, self._tile_numel)]
+        others += [(0, 0, 0, 0)] * (-len(others) % self._num_rows)  # rows of nothing: programs are full
+        self._parts = [
+            (is_wide, torch.tensor(part, dtype=torch.int64).view(-1, _NUM_COLUMNS).to(device))
+            for is_wide, part in ((True, wide[:num_wide]), (False, others))
+            if part
+        ]
 
     def launch(
         self, kernel: Any, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, **options: Any
     ) -> None:
         """Run the kernel on all rows."""
-        if self._num_programs:
-            grid = (self._num_programs,)
-            kernel[grid](values, codes, scales, self._entries, **options, **self._options)
+        num_warps = min(16, max(1, self._num_rows * self._tile_numel // _NUMEL_PER_WARP))
+        shape = {"ROWS": self._num_rows, "TILE": self._tile_numel, "num_warps": num_warps}
+        for is_wide, entries in self._parts:
+            grid = (len(entries) // self._num_rows,)
+            kernel[grid](values, codes, scales, entries, **options, **shape, WIDE=is_wide)
 
 
 def _is_wide(entry: Entry, tile_numel: int) -> bool:
@@ -143,36 +140,34 @@ def _table(plan: QuantizePlan, places: tuple[tuple[int, int], ...], device: torc
 
 @triton.jit
 def _open_rows(entries, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
-    """The program's rows: places of numbers and codes (2D), of scales, which are there (2D; 1D)."""
+    # Places of numbers and of codes (2D), of scales (1D), and which of both are there.
     entry = entries + (tl.program_id(0) * ROWS + tl.arange(0, ROWS)) * 4
-    starts, codes = tl.load(entry), tl.load(entry + 1)
+    starts = tl.load(entry)
+    code_starts = tl.load(entry + 1)
     if WIDE:
-        starts, codes = tl.multiple_of(starts, 16), tl.multiple_of(codes, 16)
+        starts = tl.multiple_of(starts, 16)
+        code_starts = tl.multiple_of(code_starts, 16)
     numel = tl.load(entry + 3)
     lanes = tl.arange(0, TILE)[None, :]
-    return (
-        starts[:, None] + lanes,
-        codes[:, None] + lanes,
-        tl.load(entry + 2),
-        lanes < numel[:, None],
-        numel > 0,
-    )
+    inside = lanes < numel[:, None]
+    return starts[:, None] + lanes, code_starts[:, None] + lanes, tl.load(entry + 2), inside, numel > 0
 
 
 @triton.jit
 def _load(pointers, inside, WIDE: tl.constexpr):
     if WIDE:
-        return tl.load(pointers).to(tl.float32)
-    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        numbers = tl.load(pointers)
+    else:
+        numbers = tl.load(pointers, mask=inside, other=0.0)
+    return numbers.to(tl.float32)
 
 
 @triton.jit
 def _store(pointers, numbers, inside, WIDE: tl.constexpr):
-    numbers = numbers.to(pointers.dtype.element_ty)
     if WIDE:
-        tl.store(pointers, numbers)
+        tl.store(pointers, numbers.to(pointers.dtype.element_ty))
     else:
-        tl.store(pointers, numbers, mask=inside)
+        tl.store(pointers, numbers.to(pointers.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -181,8 +176,8 @@ def _scales_and_factors(x, limit, TINY: tl.constexpr):
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     largest = tl.maximum(tl.max(magnitude, axis=1), TINY)
     # Divisions as IEEE has them: these are what torch computes, to the bit.
-    scale = tl.div_rn(largest, limit + tl.zeros_like(largest))
-    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + limit)
+    return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 
 
 @triton.jit
@@ -203,10 +198,18 @@ def _errors(x, code, scale):
 
 
 @triton.jit
-def _quantize_rows(
-    values, codes, scales, entries, limit,
-    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _quantize(
+    values,
+    codes,
+    scales,
+    entries,
+    limit,
+    TINY: tl.constexpr,
+    KEEPS_ERROR: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
     x = _load(values + at, inside, WIDE)
     scale, factor = _scales_and_factors(x, limit, TINY)
@@ -218,33 +221,36 @@ def _quantize_rows(
 
 
 @triton.jit
-def _quantize(
-    values, codes, scales, entries, limit, num_wide,
-    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    if tl.program_id(0) < num_wide:
-        _quantize_rows(values, codes, scales, entries, limit, TINY, KEEPS_ERROR, ROWS, TILE, True)
-    else:
-        _quantize_rows(values, codes, scales, entries, limit, TINY, KEEPS_ERROR, ROWS, TILE, False)
-
-
-@triton.jit
-def _fold_rows(
-    values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes, limit,
-    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _fold(
+    values,
+    codes,
+    scales,
+    entries,
+    out,
+    peer_codes,
+    peer_scales,
+    num_peers,
+    group_size,
+    message_bytes,
+    limit,
+    TINY: tl.constexpr,
+    KEEPS_ERROR: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
     total = _load(values + at, inside, WIDE)
     for peer in range(num_peers):
-        # Messages may be more than 2 GB together.
+        # In 64 bits: the messages may be more than 2 GB together.
         message = tl.multiple_of(peer.to(tl.int64) * message_bytes, 16)
-        code = _load(peer_codes + message + code_at, inside, WIDE)
-        total += code * _load(peer_scales + message // 4 + scale_at, is_row, WIDE)[:, None]
+        code = _load(peer_codes + (message + code_at), inside, WIDE)
+        total += code * _load(peer_scales + (message // 4 + scale_at), is_row, WIDE)[:, None]
     scale, factor = _scales_and_factors(total, limit, TINY)
     code = _encode(total, factor, codes)
     _store(codes + code_at, code, inside, WIDE)
     # The codes of a mean are those of its sum: only the scale is divided.
-    mean_scale = tl.div_rn(scale, group_size + tl.zeros_like(scale))
+    mean_scale = tl.div_rn(scale, tl.zeros_like(scale) + group_size)
     _store(scales + scale_at, mean_scale, is_row, WIDE)
     if KEEPS_ERROR:
         _store(values + at, _errors(total, code, scale), inside, WIDE)
@@ -252,33 +258,7 @@ def _fold_rows(
 
 
 @triton.jit
-def _fold(
-    values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes, limit,
-    num_wide,
-    TINY: tl.constexpr, KEEPS_ERROR: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    if tl.program_id(0) < num_wide:
-        _fold_rows(
-            values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes,
-            limit, TINY, KEEPS_ERROR, ROWS, TILE, True,
-        )  # fmt: skip
-    else:
-        _fold_rows(
-            values, codes, scales, entries, out, peer_codes, peer_scales, num_peers, group_size, message_bytes,
-            limit, TINY, KEEPS_ERROR, ROWS, TILE, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def _restore_rows(out, codes, scales, entries, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+def _restore(out, codes, scales, entries, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
     at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
     code = _load(codes + code_at, inside, WIDE)
     _store(out + at, code * _load(scales + scale_at, is_row, WIDE)[:, None], inside, WIDE)
-
-
-@triton.jit
-def _restore(out, codes, scales, entries, num_wide, ROWS: tl.constexpr, TILE: tl.constexpr):
-    if tl.program_id(0) < num_wide:
-        _restore_rows(out, codes, scales, entries, ROWS, TILE, True)
-    else:
-        _restore_rows(out, codes, scales, entries, ROWS, TILE, False)

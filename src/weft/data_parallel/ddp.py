@@ -7,7 +7,7 @@ reducer.py (in backward).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -29,7 +29,7 @@ from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.precision import MixedPrecision, install_precision
 from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
-from weft.errors import StateError, WeftError
+from weft.errors import ConfigError, StateError, WeftError
 from weft.join import Join, Joinable, JoinHook
 from weft.tensors import map_tensors
 
@@ -279,6 +279,23 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What this module is made of and how its last step went, under torch's names."""
         return logging_data.describe(self, self._replica)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted: every step is timed, since that costs next to nothing."""
+        if sample_rate < 1:
+            raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if a backward has begun and not ended."""
+        if self._replica.reducer.is_reducing():
+            raise StateError("Expected to have finished reduction: a backward is under way, or has failed.")
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The module's parameters without those that data parallel leaves alone."""
+        for name, param in module.named_parameters():
+            if not hasattr(param, "_ddp_ignored"):
+                yield (name, param) if named_params else param
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         """Go on with other ranks, from a bucket plan of their own."""

@@ -177,7 +177,8 @@ class Reducer:
             myself = weakref.ref(self)
             step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
         if self.looks_for_unused and not self.is_static and current_backward() is not None:
-            self._skip_unused(step)
+            with torch.autograd.profiler.record_function("search_unused_parameters"):
+                self._skip_unused(step)
 
     def _find_held(self) -> list[dict[int, torch.Tensor]]:
         """Gradients that were there before and are not ours: the user's memory, to be filled in place."""
