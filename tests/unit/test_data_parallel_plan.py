@@ -43,8 +43,13 @@ def test_parameters_fill_buckets_in_the_order_given() -> None:
 
 
 def test_a_bucket_is_closed_before_it_would_exceed_its_cap() -> None:
-    plan = plan_buckets([spec(15), spec(10), spec(10)], [0, 1, 2], caps(80))
-    assert members(plan) == [(0,), (1, 2)]
+    plan = plan_buckets([spec(9), spec(9), spec(9), spec(9)], [0, 1, 2, 3], caps(80))
+    assert members(plan) == [(0, 1), (2, 3)]
+
+
+def test_a_large_parameter_does_not_wait_for_small_ones() -> None:
+    plan = plan_buckets([spec(1), spec(11), spec(1), spec(11)], [0, 1, 2, 3], caps(80))
+    assert members(plan) == [(0, 1), (2, 3)]
 
 
 def test_a_bucket_that_is_not_half_full_takes_the_one_that_is_too_large() -> None:

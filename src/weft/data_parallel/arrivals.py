@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 class Arrivals(list[torch.Tensor]):
     """Parameters whose gradients have come, in order. autograd calls its `append`."""
 
+    look: weakref.WeakMethod[Callable[[], None]]  # of whom they are for
+
 
 class Listener:
     """Writes arrivals down and calls `look` back for some of them. Stops when it is dropped."""
@@ -27,7 +29,8 @@ class Listener:
         self._params = params
         self._handles: dict[int, RemovableHandle] = {}
         self._callers: Collection[int] = ()
-        self._arrive = _make_arrive(self.arrived, weakref.WeakMethod(look))
+        self.arrived.look = weakref.WeakMethod(look)
+        self._arrive = _make_arrive(self.arrived)
 
     @property
     def is_on(self) -> bool:
@@ -40,6 +43,8 @@ class Listener:
         for index, param in enumerate(self._params):
             is_caller = index in self._callers
             if index in self._handles and is_caller == (index in before):
+                continue
+            if not param.requires_grad:  # frozen meanwhile: nothing to hear, and autograd takes no hook
                 continue
             if index in self._handles:
                 self._handles[index].remove()
@@ -56,19 +61,18 @@ class Listener:
         self.stop()
 
 
-def is_listener(hook: object) -> bool:
-    """Whether a parameter's hook is a Listener's."""
-    return isinstance(getattr(hook, "__self__", None), Arrivals) or hasattr(hook, "_weft_listens")
+def arrivals_of(hook: object) -> Arrivals | None:
+    """Where a parameter's hook writes arrivals down, if it is a Listener's."""
+    bound = getattr(hook, "__self__", None)
+    return bound if isinstance(bound, Arrivals) else getattr(hook, "_weft_arrivals", None)
 
 
-def _make_arrive(
-    arrived: Arrivals, look: weakref.WeakMethod[Callable[[], None]]
-) -> Callable[[torch.Tensor], None]:
+def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
     def arrive(param: torch.Tensor) -> None:
         arrived.append(param)
-        look_now = look()
-        if look_now is not None:
-            look_now()
+        look = arrived.look()
+        if look is not None:
+            look()
 
-    arrive._weft_listens = True  # type: ignore[attr-defined]
+    arrive._weft_arrivals = arrived  # type: ignore[attr-defined]
     return arrive

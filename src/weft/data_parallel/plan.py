@@ -108,8 +108,10 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Fill buckets up to the caps in this order: one dtype and device each, sparse ones alone.
 
-    Parameters of several dtypes fill several buckets side by side. A bucket is closed
-    before it would exceed its cap, unless it is not half full: a call for little is dear.
+    Parameters of several dtypes fill several buckets side by side. A bucket is closed before it
+    would exceed its cap, unless it is not half full: a call for little is dear. It is closed as well
+    behind a parameter of more than half its cap: waiting for small ones would keep the memory of a
+    large gradient, and its reduction, for little.
     """
     if sorted(order) != list(range(len(specs))):
         raise ConfigError(
@@ -132,7 +134,7 @@ def plan_buckets(
             cap = caps.of(len(closed))
         bucket.params.append(index)
         bucket.num_bytes += spec.num_bytes
-        if bucket.num_bytes >= cap:
+        if bucket.num_bytes >= cap or 2 * spec.num_bytes > cap:
             closed.append(open_.pop(key).params)
     closed += [bucket.params for bucket in open_.values()]
     # The last gradient of a bucket is the one that lets it go.

@@ -33,10 +33,10 @@ from weft.data_parallel.arrivals import Listener
 from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used
 from weft.data_parallel.buckets import Member, Reduction
 from weft.data_parallel.plan import BucketCaps
+from weft.data_parallel.refusals import came_after_failure, came_twice, came_unannounced, is_shared
 from weft.data_parallel.step import Step
 from weft.data_parallel.times import StepTimes
-from weft.data_parallel.user_hooks import defer_hooks, hooks_of, run_deferred
-from weft.errors import StateError
+from weft.data_parallel.user_hooks import defer_hooks, hooks_of, is_reduced_elsewhere, run_deferred
 from weft.tensors import grads_of
 
 
@@ -72,7 +72,9 @@ class Reducer:
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
         self._step: Step | None = None
-        self._wants_sync = True
+        self._wants_sync = True  # at the last forward
+        self._is_expecting = False  # a backward, since a forward was made
+        self._knows_counts = False  # of gradients, which a static graph promises
         self._nodes: list[Any] = []
         self._params = [member.param for member in members]
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
@@ -121,6 +123,7 @@ class Reducer:
         """A forward has been made; its backward shall reduce, or not."""
         self.check_whole()
         self._wants_sync = is_synced
+        self._is_expecting = True
 
     def check_whole(self) -> None:
         """Notice a backward that failed and clear what it left. The next one tells if ranks are in step."""
@@ -131,13 +134,11 @@ class Reducer:
             for bucket in self.buckets.buckets:
                 bucket.abandon()
         if step is None and self._listener.arrived and current_backward() is None:
-            self._listener.listen(range(len(self.members)))
             self._listener.arrived.clear()
-            raise StateError(
-                f"rank {self._rank()}: the last backward brought gradients but did not come through the "
-                "outputs of forward, as those before it did, and they were not reduced. Make the loss from "
-                "what forward returns, in every step."
-            )
+            if self._is_expecting:
+                self._is_expecting = False
+                self._listener.listen(range(len(self.members)))
+                raise came_unannounced(self._rank())
 
     def begin(self, *, is_synced: bool) -> None:
         """A backward comes through a forward's outputs. Called at the gradient of each output."""
@@ -173,12 +174,18 @@ class Reducer:
         step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
         step.held = self._find_held()
-        if sum(map(len, self._hook_dicts)) > len(self.members):
+        if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
             myself = weakref.ref(self)
             step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
+            self._check_alone()
         if self.looks_for_unused and not self.is_static and current_backward() is not None:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 self._skip_unused(step)
+
+    def _check_alone(self) -> None:
+        for member in self.members:
+            if is_reduced_elsewhere(member.param, self):
+                raise is_shared(self._rank(), member.spec.name)
 
     def _find_held(self) -> list[dict[int, torch.Tensor]]:
         """Gradients that were there before and are not ours: the user's memory, to be filled in place."""
@@ -214,14 +221,17 @@ class Reducer:
     def _look(self) -> None:
         """Gradients have come: launch what is full."""
         step = self._step
-        if step is None or step.has_failed():
+        if step is not None and step.has_failed():
+            self.check_whole()
+            raise came_after_failure(self._rank())
+        if step is None:
             # Nothing announced this backward: its loss was not made from the forward's outputs.
-            if step is not None:
-                last = self._listener.arrived[-1]
-                self.check_whole()
-                self._listener.arrived.append(last)
+            if not self._is_expecting:  # nor has there been a forward: it is another module's
+                self._listener.arrived.clear()
+                return
             step = self._open_step(is_synced=self._wants_sync)
         if step.is_synced:
+            step.streams.note(self._listener.arrived[-1])
             self._launch_full(step)
             self._count_arrivals(step)
             self._launch_ready(step)
@@ -261,26 +271,10 @@ class Reducer:
         if self.is_static and number >= step.num_launched:
             step.remaining[number] += 1  # one more than in the first step, but in time
             return
-        name = self.members[index].spec.name
-        if index in step.skipped:
-            cause = (
-                "find_unused_parameters=True took it for unused, since the graph of this backward didn't "
-                "hold it: reentrant checkpointing hides what it recomputes. weft handles unused parameters "
-                "without that flag"
-            )
-        else:
-            cause = (
-                "it got a gradient twice in one backward, as when a layer is used in two reentrant "
-                "checkpoints, or backward ran through the module in parts"
-            )
-        raise StateError(
-            f"rank {self._rank()}: Expected to mark a variable ready only once. Parameter '{name}': {cause}. "
-            "Use torch.utils.checkpoint with use_reentrant=False, or static_graph=True if the graph is the "
-            "same in every step."
-        )
+        raise came_twice(self._rank(), self.members[index].spec.name, is_skipped=index in step.skipped)
 
     def _launch_ready(self, step: Step) -> None:
-        if self.is_static and not self.num_steps:
+        if self.is_static and not self._knows_counts:
             return  # how often each parameter comes is known at the end of the first step
         while step.num_launched < len(self.buckets.buckets) and step.remaining[step.num_launched] == 0:
             self._launch(step)
@@ -295,7 +289,8 @@ class Reducer:
             step.reduction = self._new_reduction()
         bucket = self.buckets.buckets[step.num_launched]
         used = None if has_all else [self._is_used[index] for index in bucket.plan.params]
-        bucket.collect(step.reduction, used, step.held[step.num_launched])
+        with step.streams.joined(bucket.plan.device):
+            bucket.collect(step.reduction, used, step.held[step.num_launched])
         step.num_launched += 1
         bucket.launch(step.reduction)
 
@@ -314,6 +309,7 @@ class Reducer:
             self._count_arrivals(step)
             self._reduce_rest(step)
         self._step = None
+        self._is_expecting = False
         self._listener.arrived.clear()
 
     def _is_for_parameters(self, step: Step) -> bool:
@@ -342,8 +338,8 @@ class Reducer:
                     has_stepped = getattr(self.hook, "steps_optimizers", False)
                     run_deferred(self._params[index], has_stepped=has_stepped)
         self.times.communication_ends()
-        if self.is_static and not self.num_steps:
-            self._expected = [max(count, 1) for count in step.counts]
+        if self.is_static and not self._knows_counts and any(step.counts):
+            self._expected, self._knows_counts = list(step.counts), True
         if self.on_unused is not None and not all(all(bucket.used) for bucket in self.buckets.buckets):
             self.on_unused()
         self._is_used = [False] * len(self.members)
@@ -367,10 +363,10 @@ class Reducer:
             self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
         elif step.num_early < len(self.buckets.buckets):
             arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
-        else:
-            return
+        if step.streams.are_several:
+            self._listener.listen(range(len(self.members)))  # each must say on which it comes
         # A backward that nothing announces can be noticed by any parameter: then all must call.
-        if step.roots and arrivals:
+        elif step.roots and arrivals:
             self._listener.listen(self.buckets.find_last(arrivals))
 
     def _rank(self) -> int:

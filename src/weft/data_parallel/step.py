@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weft.data_parallel.buckets import Reduction
+from weft.data_parallel.streams import GradStreams
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Step:
     num_launched: int = 0
     num_early: int = 0  # buckets launched before the backward ended
     reduction: Reduction | None = None
+    streams: GradStreams = field(default_factory=GradStreams)
 
     def has_failed(self) -> bool:
         """Whether its backward is gone without having ended."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.data_parallel.arrivals import is_listener
+from weft.data_parallel.arrivals import arrivals_of
 
 ParamHook = Callable[[torch.Tensor], Any]
 
@@ -40,11 +40,21 @@ def hooks_of(param: torch.Tensor) -> dict[int, Any]:
 def defer_hooks(param: torch.Tensor, reducer: weakref.ref[Any]) -> bool:
     """Make the user's hooks of this parameter wait for reductions; whether it has any."""
     hooks = hooks_of(param)
-    users = [key for key, hook in hooks.items() if not is_listener(hook)]
+    users = [key for key, hook in hooks.items() if arrivals_of(hook) is None]
     for key in users:
         if not isinstance(hooks[key], DeferredHook):
             hooks[key] = DeferredHook(hooks[key], reducer)
     return bool(users)
+
+
+def is_reduced_elsewhere(param: torch.Tensor, reducer: object) -> bool:
+    """Whether another reducer is at work on this parameter's gradient now."""
+    for hook in hooks_of(param).values():
+        arrived = arrivals_of(hook)
+        look: Any = None if arrived is None else arrived.look()
+        if look is not None and look.__self__ is not reducer and look.__self__.is_reducing():
+            return True
+    return False
 
 
 def run_deferred(param: torch.Tensor, *, has_stepped: bool) -> None:
