@@ -143,6 +143,17 @@ def test_a_mesh_of_two_axes_is_refused_and_so_are_two_groups() -> None:
         weft.DistributedDataParallel(make_net(), device_mesh=mesh["dp"], process_group=dist.group.WORLD)
 
 
+@on_ranks(2)
+def test_distributed_tensors_are_refused_by_name() -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    net = make_net()
+    net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh))
+    with pytest.raises(RuntimeError, match=r"0\.weight.*DTensor"):
+        weft.DistributedDataParallel(net)
+
+
 @on_ranks(4)
 def test_another_group_can_take_over() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

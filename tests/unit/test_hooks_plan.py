@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weft.comm_hooks.low_rank import matrix_shape, plan_low_rank
 from weft.comm_hooks.quantize_plan import (
     ALIGNMENT,
+    MOST_CPU_ROW_NUMEL,
     MOST_ROW_NUMEL,
     SCALE_BYTES,
     QuantizePlan,
@@ -69,6 +70,11 @@ def test_a_message_is_little_more_than_a_byte_a_number() -> None:
     plan = plan_blocks(4_000_000, 2, 512)
     assert plan.message_bytes * 2 / 4_000_000 < 1.01
     assert plan_gradients(4_000_000, 2, (0,)).message_bytes * 2 / 4_000_000 < 1.001
+
+
+def test_rows_are_longer_on_a_cpu() -> None:
+    lengths = {length for *_, length in rows_of(plan_gradients(4_000_000, 2, (0,), is_cpu=True))}
+    assert max(lengths) == MOST_CPU_ROW_NUMEL > MOST_ROW_NUMEL
 
 
 @pytest.mark.parametrize(

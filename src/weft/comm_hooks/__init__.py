@@ -1,8 +1,10 @@
 """Gradient hooks: what happens to a bucket of gradients on its way to the mean."""
 
 from weft.comm_hooks import (
+    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
+    optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
@@ -16,8 +18,10 @@ __all__ = [
     "DDPCommHookType",
     "GradBucket",
     "chain",
+    "ddp_zero_hook",
     "debugging_hooks",
     "default_hooks",
+    "optimizer_overlap_hooks",
     "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_hooks",

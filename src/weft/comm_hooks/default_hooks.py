@@ -20,6 +20,7 @@ from weft.comm.group import resolve_group
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.in_order import completed, launch_in_order
 from weft.comm_hooks.mean import FEATURE, is_lossy_safe, launch_mean, only_tensor
+from weft.comm_hooks.narrowing import narrow_quotients, widen
 
 __all__ = [
     "allreduce_hook",
@@ -68,15 +69,14 @@ def _average_as(
     group = resolve_group(process_group)
     if group.size() == 1 or not _is_smaller_as(dtype, buffer):
         return allreduce_hook(group, bucket)
-    # Divided in the wide dtype: it is rounded once, and a mean may fit into 16 bits where a number doesn't.
-    compressed = torch.div(buffer, group.size()).to(dtype)
+    compressed = narrow_quotients(buffer, group.size(), dtype)
 
     def launch() -> comm.Handle[torch.Tensor]:
         return comm.all_reduce(compressed, group=group, feature=FEATURE)
 
     if torch.compiler.is_compiling():
         return buffer.copy_(launch().wait())  # type: ignore[return-value]  (a graph has no futures)
-    return launch_in_order(group, buffer, launch).then(lambda done: buffer.copy_(done.value()))
+    return launch_in_order(group, buffer, launch).then(lambda done: widen(done.value(), buffer))
 
 
 def _compress_around(dtype: torch.dtype, hook: GradHook, name: str) -> GradHook:

@@ -2,9 +2,9 @@
 
 Each rank adds up one chunk of the bucket. Ranks quantize the other chunks and send each
 to its adder (one all-to-all), the adder sums in float32, quantizes the mean and
-everyone gets it (one all-gather). Everyone restores the same bytes, so all ranks end
-with the same bits, and a number is rounded twice however many ranks there are: once
-by its sender, once by its adder.
+everyone gets it (one all-gather; between two ranks an all-to-all). Everyone restores the
+same bytes, so all ranks end with the same bits, and a number is rounded twice however
+many ranks there are: once by its sender, once by its adder.
 
 `quantization_pertensor_hook` has a scale for each gradient, `quantization_perchannel_hook`
 one for each 512 numbers. Both take a process group, None, or a QuantizationState.
@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from weft import comm
 from weft.comm.group import resolve_group, state_of
+from weft.comm_hooks import quantize_cpu
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.in_order import completed, queue_of, run_in_order
 from weft.comm_hooks.mean import FEATURE, is_lossy_safe, launch_mean
@@ -88,7 +89,11 @@ def quantization_pertensor_hook(process_group: State, bucket: GradBucket) -> Fut
     """Average the bucket in bytes, with a scale for each gradient (for each rank's part of it)."""
     state = _state_of(process_group)
     return _average(
-        state, bucket, lambda size: plan_gradients(bucket.buffer().numel(), size, bucket.starts())
+        state,
+        bucket,
+        lambda size: plan_gradients(
+            bucket.buffer().numel(), size, bucket.starts(), is_cpu=bucket.buffer().device.type == "cpu"
+        ),
     )
 
 
@@ -139,17 +144,24 @@ def _exchange(
     codec.quantize(values, sent, peers, keeps_error=keeps_error)
     comm.all_to_all_single(received, sent, splits, splits, group, feature=FEATURE).wait()
     codec.fold(values, received, Own(rank, mean, buffer), keeps_error=keeps_error)
-    comm.all_gather_into_tensor(means, mean, group, feature=FEATURE).wait()
+    if size == 2:
+        # The means are exchanged. On gloo this takes half as long as an all-gather.
+        theirs = means.narrow(0, peers[0] * num_bytes, num_bytes)
+        comm.all_to_all_single(theirs, mean, splits, splits, group, feature=FEATURE).wait()
+    else:
+        comm.all_gather_into_tensor(means, mean, group, feature=FEATURE).wait()
     codec.restore(means, buffer, peers)
     return buffer
 
 
 def choose_codec(plan: QuantizePlan, dtype: torch.dtype, buffer: torch.Tensor) -> Codec:
-    """Triton's kernels on a GPU that has them, torch's operations elsewhere."""
+    """Triton's kernels on a GPU that has them, torch's operations elsewhere: for long rows row by row."""
     if buffer.is_cuda and find_spec("triton") is not None:
         # Not imported before it is needed: not every torch comes with Triton.
         from weft.comm_hooks import quantize_triton
 
         if quantize_triton.is_usable(plan, buffer, dtype):
             return quantize_triton.TritonCodec(plan, dtype)
+    if quantize_cpu.is_usable(buffer, plan):
+        return quantize_cpu.RowCodec(plan, dtype)
     return TorchCodec(plan, dtype)

@@ -77,7 +77,7 @@ class TorchCodec:
         """Write the chunks into messages."""
         for place, which in enumerate(chunks):
             chunk = self._plan.chunks[which]
-            codes, scales = self._open(messages, place, chunk)
+            codes, scales = open_message(self._plan, messages, place, which, self._dtype)
             part = values.narrow(0, chunk.start, chunk.numel)
             for (workspace, _), (block, block_codes), (block_scales,) in _blocks(
                 chunk, [part, codes], [scales]
@@ -88,8 +88,10 @@ class TorchCodec:
         """Add the messages to the own chunk and write the mean."""
         chunk = self._plan.chunks[own.chunk]
         num_peers = received.numel() // self._plan.message_bytes
-        codes, scales = self._open(own.message, 0, chunk)
-        opened = [self._open(received, place, chunk) for place in range(num_peers)]
+        codes, scales = open_message(self._plan, own.message, 0, own.chunk, self._dtype)
+        opened = [
+            open_message(self._plan, received, place, own.chunk, self._dtype) for place in range(num_peers)
+        ]
         parts = [tensor.narrow(0, chunk.start, chunk.numel) for tensor in (values, own.out)]
         flats = [*parts, codes, *(peer_codes for peer_codes, _ in opened)]
         by_row = [scales, *(peer_scales for _, peer_scales in opened)]
@@ -108,7 +110,7 @@ class TorchCodec:
         """Write the messages into the bucket."""
         for which in chunks:
             chunk = self._plan.chunks[which]
-            codes, scales = self._open(messages, which, chunk)
+            codes, scales = open_message(self._plan, messages, which, which, self._dtype)
             part = out.narrow(0, chunk.start, chunk.numel)
             for (workspace, _), (block, block_codes), (block_scales,) in _blocks(
                 chunk, [part, codes], [scales]
@@ -116,11 +118,16 @@ class TorchCodec:
                 plain = block if out.dtype is torch.float32 else workspace
                 torch.mul(plain.copy_(block_codes), block_scales, out=block)
 
-    def _open(self, messages: torch.Tensor, place: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        start = place * self._plan.message_bytes
-        codes = messages.narrow(0, start, chunk.numel).view(self._dtype)
-        scale_bytes = messages.narrow(0, start + self._plan.scales_start, SCALE_BYTES * chunk.num_rows)
-        return codes, scale_bytes.view(torch.float32)
+
+def open_message(
+    plan: QuantizePlan, messages: torch.Tensor, place: int, which: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales of a chunk, in the message at this place."""
+    chunk = plan.chunks[which]
+    start = place * plan.message_bytes
+    codes = messages.narrow(0, start, chunk.numel).view(dtype)
+    scale_bytes = messages.narrow(0, start + plan.scales_start, SCALE_BYTES * chunk.num_rows)
+    return codes, scale_bytes.view(torch.float32)
 
 
 def encode(

@@ -17,8 +17,10 @@ from itertools import pairwise
 # Chunks and messages begin at multiples of it, so that scales lie where float32 may.
 ALIGNMENT = 16
 SCALE_BYTES = 4
-# Of a gradient's rows. Longer ones would save no bytes to speak of, and cost precision and cache.
+# Of a gradient's rows. Longer ones would save no bytes to speak of, and cost precision; shorter ones
+# cost a CPU more calls, and longer ones its cache and a GPU's parallelism.
 MOST_ROW_NUMEL = 1 << 14
+MOST_CPU_ROW_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,11 @@ def plan_blocks(numel: int, group_size: int, block_numel: int) -> QuantizePlan:
 
 
 @lru_cache(maxsize=256)
-def plan_gradients(numel: int, group_size: int, starts: tuple[int, ...]) -> QuantizePlan:
+def plan_gradients(
+    numel: int, group_size: int, starts: tuple[int, ...], *, is_cpu: bool = False
+) -> QuantizePlan:
     """A scale for every gradient, large ones in pieces; `starts` says where gradients begin in the bucket."""
-    return _plan(numel, group_size, starts, MOST_ROW_NUMEL)
+    return _plan(numel, group_size, starts, MOST_CPU_ROW_NUMEL if is_cpu else MOST_ROW_NUMEL)
 
 
 def _plan(numel: int, group_size: int, cuts: tuple[int, ...], row_numel: int) -> QuantizePlan:

@@ -13,6 +13,7 @@ from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launc
 from weft.data_parallel.dense import DenseBucket
 from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
 from weft.data_parallel.sparse import SparseBucket
+from weft.tensors import grads_of
 
 
 class BucketSet:
@@ -42,6 +43,26 @@ class BucketSet:
         """How many gradients each bucket waits for, from how many each parameter gets."""
         return [sum(expected[index] for index in plan.params) for plan in self.plan]
 
+    def find_held(self, params: Sequence[torch.Tensor], *, is_filled: bool) -> list[dict[int, torch.Tensor]]:
+        """Gradients that are there and are not ours, by bucket and place: the user's, to be filled if so."""
+        held: list[dict[int, torch.Tensor]] = [{} for _ in self.buckets]
+        if not is_filled or {*map(type, grads_of(params))} == {type(None)}:
+            return held
+        for bucket, found in zip(self.buckets, held, strict=True):
+            for at, index in enumerate(bucket.plan.params):
+                grad = params[index].grad
+                if grad is not None and not bucket.owns(at, grad):
+                    found[at] = grad
+        return held
+
+    def find_used(self) -> list[bool]:
+        """By parameter, whether this rank has used it. Known when all buckets have collected."""
+        used = [False] * len(self.bucket_of)
+        for bucket in self.buckets:
+            for index, is_used in zip(bucket.plan.params, bucket.used, strict=True):
+                used[index] = is_used
+        return used
+
     def find_last(self, arrivals: Sequence[int]) -> set[int]:
         """The parameter of each bucket that came last; of a bucket without arrivals, any."""
         last = {number: plan.params[-1] for number, plan in enumerate(self.plan)}
@@ -68,8 +89,9 @@ def agree_on_used(is_used: Sequence[bool], reduction: Reduction, device: torch.d
     group = reduction.group
     if group.size() == 1:
         return list(is_used)
-    marks = torch.tensor([*is_used, reduction.mark()], dtype=torch.int32, device=device)
+    own = [*is_used, reduction.mark(torch.int32)]
+    marks = torch.tensor(own, dtype=torch.int32, device=device)
     pending = launch_plain(group, marks, lambda: comm.all_reduce(marks, group=group, feature=FEATURE))
     *used, total = wait_for(pending).tolist()
-    reduction.check_step(total)
+    reduction.check_step(total, torch.int32)
     return [count > 0 for count in used]

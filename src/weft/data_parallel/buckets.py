@@ -43,23 +43,24 @@ class Reduction:
     group: ProcessGroup
     divisor: int
     number: int  # of the reductions begun so far
+    reducer: int  # the number of its reducer among those of the process
     hook: GradHook | None = None
     hook_state: Any = None
     is_even: bool = True  # no rank takes part without inputs of its own
 
-    def mark(self) -> int:
-        """A small number that tells this reduction from those around it."""
-        return 1 + self.number % 7
+    def mark(self, dtype: torch.dtype) -> int:
+        """A number that tells this reduction from others; small where the dtype can't count far."""
+        return 1 + (31 * self.number + self.reducer) % (7 if dtype.itemsize <= 2 else 10007)
 
-    def check_step(self, total: float) -> None:
-        """Raise if the ranks' marks don't add up: somebody is at another step."""
-        if self.is_even and total != self.mark() * self.group.size():
+    def check_step(self, total: float, dtype: torch.dtype) -> None:
+        """Raise if the ranks' marks don't add up: somebody is at another step, or at another module."""
+        if self.is_even and total != self.mark(dtype) * self.group.size():
             state = state_of(self.group)
             raise DesyncError(
                 f"rank {state.global_rank}: the ranks of {state.words()} reduced gradients of different "
-                f"steps: here it is reduction {self.number}. A rank has left out a backward, or gone on "
-                "after one that failed; make every rank run the same number of backwards, or use "
-                "weft.join for uneven inputs."
+                f"steps, or of different modules: here it is reduction {self.number}. A rank has left out "
+                "a backward, or gone on after one that failed, or ranks use modules in different order. "
+                "Make every rank run the same backwards, or use weft.join for uneven inputs."
             )
 
 
@@ -93,12 +94,10 @@ class Bucket(ABC):
         """Wait for the mean. Until all buckets have finished, hooks may use the group."""
 
     @abstractmethod
-    def hand_out(
-        self, held: Mapping[int, torch.Tensor], used_anywhere: Sequence[bool] | None
-    ) -> Sequence[bool]:
+    def hand_out(self, used_anywhere: Sequence[bool] | None) -> Sequence[bool]:
         """Make the mean the parameters' gradients; say which have one now.
 
-        It is copied into those in `held`. A parameter that no rank used is left as it was.
+        It is copied into those that were held. A parameter that no rank used is left as it was.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from weft.join import Joinable
 if TYPE_CHECKING:
     from weft.data_parallel.ddp import DistributedDataParallel
 
-_TIES = ("_replica", "process_group", "device_mesh", "_join_config")
+_TIES = ("_replica", "_precision_exchange", "process_group", "device_mesh", "_join_config")
 
 
 def copy_wrapper(ddp: DistributedDataParallel, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -27,7 +27,8 @@ def copy_wrapper(ddp: DistributedDataParallel, memo: dict[int, Any]) -> Distribu
         if name not in _TIES:
             vars(new)[name] = copy.deepcopy(value, memo)
     vars(new)["device_mesh"] = ddp.device_mesh
-    _retie(new, ddp._replica.options, ddp._replica)
+    options = dataclasses.replace(ddp._replica.options, group=ddp._replica.group)
+    _retie(new, options, ddp._replica)
     return new
 
 
@@ -55,5 +56,6 @@ def unpickle_wrapper(ddp: DistributedDataParallel, state: dict[str, Any]) -> Non
 def _retie(ddp: DistributedDataParallel, options: ReplicaOptions, before: Replica | None) -> None:
     Joinable.__init__(ddp)
     ddp._attach(dataclasses.replace(options, syncs_at_start=False))
-    if before is not None and before.reducer.hook is not None:
+    is_ours = ddp.mixed_precision is not None  # a hook that the module has already
+    if before is not None and before.reducer.hook is not None and not is_ours:
         ddp._replica.reducer.set_hook(before.reducer.hook, before.reducer.hook_state)

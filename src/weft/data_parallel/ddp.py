@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
@@ -108,7 +108,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = options.group
         self._divide_by_initial_world_size = True
         if self.mixed_precision is not None:
-            install_precision(self.module, self.mixed_precision, self._replica)
+            replica = self._replica
+            exchange = install_precision(
+                self.module, self.mixed_precision, replica.options.ignored_names, replica.reducer
+            )
+            vars(self)["_precision_exchange"] = exchange
 
     @property
     def _replica(self) -> Replica:
@@ -119,11 +123,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward reduces the gradients unless `no_sync` is on."""
         args, kwargs = self._replica.before_forward(inputs, kwargs)
-        if self.mixed_precision is not None:
-            args, kwargs = map_tensors(self.mixed_precision.cast_input, (args, kwargs))
-        with self._inside_forward():
+        if self.mixed_precision is None:
+            running: AbstractContextManager[None] = nullcontext()
+        else:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+            running = vars(self)["_precision_exchange"].running()
+        with self._inside_forward(), running:
             output = self.module(*args, **kwargs)
         return self._replica.after_forward(output)
+
+    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     @contextmanager
     def _inside_forward(self) -> Generator[None]:

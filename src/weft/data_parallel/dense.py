@@ -26,6 +26,7 @@ class DenseBucket(Bucket):
         self._keeps_buffer = keeps_buffer  # also while the user holds gradients of an earlier step
         self._gradients: FlatGradients | None = None
         self._untouched: dict[int, torch.Tensor] = {}  # what parameters get back that nobody used
+        self._held: dict[int, torch.Tensor] = {}  # the user's own memory, which the mean is copied into
 
     @property
     def gradients(self) -> FlatGradients:
@@ -40,8 +41,10 @@ class DenseBucket(Bucket):
     ) -> None:
         grads = grads_of(self._params)
         buffer = self._gradients
-        if buffer is None or (not self._keeps_buffer and buffer.is_kept(grads)):
+        if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
             buffer = self._gradients = FlatGradients(self.plan, self._specs, reduction.group)
+        # create_graph makes a new tensor where it adds to a gradient: then there is nothing to fill in place.
+        self._held = {at: grad for at, grad in held.items() if grad is grads[at]}
         self.used = [grad is not None for grad in grads] if used is None else used
         self._untouched = {}
         if not all(self.used):
@@ -51,19 +54,19 @@ class DenseBucket(Bucket):
                 if grad is not None and grad is view and not self.used[at]
             }
         buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
-        buffer.set_marks(self.used, reduction.mark())
-        self._exchange(held)
+        buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
+        self._exchange()
 
-    def _exchange(self, held: Mapping[int, torch.Tensor]) -> None:
+    def _exchange(self) -> None:
         """Put the views in the gradients' places at once: the memory of those is free for the next ones.
 
         Without that a backward asks the system for new pages for every gradient, which takes longer
         than the reduction.
         """
         try:
-            if held or not all(self.used):
+            if self._held or not all(self.used):
                 for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
-                    if self.used[at] and at not in held:
+                    if self.used[at] and at not in self._held:
                         param.grad = view
             else:
                 for param, view in zip(self._params, self.gradients.views, strict=True):
@@ -88,32 +91,36 @@ class DenseBucket(Bucket):
             return
         total = self.gradients.sum_of_step_marks(reduction.group.size())
         if total is not None:
-            reduction.check_step(total)
+            reduction.check_step(total, self.plan.dtype)
 
     def _take(self, result: torch.Tensor) -> None:
         """What a hook brought, unless it is in the buffer already."""
         payload = self.gradients.payload
+        is_alike = result.numel() * result.element_size() == payload.numel() * payload.element_size()
+        if result.numel() != payload.numel() and not (is_alike and result.data_ptr() == payload.data_ptr()):
+            raise StateError(
+                f"a gradient hook brought {result.numel()} numbers for bucket {self._index}, which has "
+                f"{payload.numel()}. Its future must bring a tensor of the size of bucket.buffer()."
+            )
         if result.numel() and result.data_ptr() != payload.data_ptr():
             payload.copy_(result.view(-1))
 
     @torch.no_grad()
-    def hand_out(
-        self, held: Mapping[int, torch.Tensor], used_anywhere: Sequence[bool] | None
-    ) -> Sequence[bool]:
+    def hand_out(self, used_anywhere: Sequence[bool] | None) -> Sequence[bool]:
         used = self.used
         if used_anywhere is not None:
             used = used_anywhere
         elif not all(used):
             used = self.gradients.used_anywhere()
-        for at, grad in held.items():
+        for at, grad in self._held.items():
             if used[at] and grad is self._params[at].grad:
                 grad.copy_(self.gradients.views[at])
         if not all(self.used):
-            self._hand_out_unused(held, used)
-        self._untouched = {}
+            self._hand_out_unused(used)
+        self._untouched, self._held = {}, {}
         return used
 
-    def _hand_out_unused(self, held: Mapping[int, torch.Tensor], used: Sequence[bool]) -> None:
+    def _hand_out_unused(self, used: Sequence[bool]) -> None:
         """Give parameters that this rank has not used what the others made of them, or leave them alone."""
         for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
             if self.used[at]:
@@ -121,7 +128,7 @@ class DenseBucket(Bucket):
             if not used[at]:
                 if at in self._untouched:
                     view.copy_(self._untouched[at])
-            elif at not in held:
+            elif at not in self._held:
                 param.grad = view
 
     def _explain(self, error: RuntimeError) -> Exception:

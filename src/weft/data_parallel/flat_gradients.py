@@ -54,20 +54,32 @@ class FlatGradients:
         self._large = [at for at, spec in enumerate(specs) if spec.numel >= LARGE_NUMEL]
         self._runs = _find_runs(self.payload, plan.offsets, specs)
         self._on_cpu = plan.device.type == "cpu"
-        self._fresh_counts = self._count_references()
+        self._pointers = self._find_pointers()
+        self._fresh_counts = (self._count_names(), _use_count(self.flat))
 
     # Who holds it
 
+    def is_spoiled(self) -> bool:
+        """Whether a view has got other memory: by `param.grad.data = ...`, as `module.to` does too."""
+        return self._find_pointers() != self._pointers
+
     def is_kept(self, grads: Grads) -> bool:
         """Whether the user still holds gradients of an earlier step, which shall keep their values."""
-        if any(map(operator.is_, grads, self.views)):
-            return False  # they are being accumulated in place
-        counts = zip(self._count_references(), self._fresh_counts, strict=True)
-        return any(now > fresh for now, fresh in counts)
+        fresh_names, fresh_uses = self._fresh_counts
+        if _use_count(self.flat) > fresh_uses:
+            return True
+        if self._count_names() == fresh_names:
+            return False
+        # One that is a parameter's gradient now is named by `grads`, and is added to in place.
+        pairs = zip(grads, self.views, strict=True)
+        return any(view is not grad and sys.getrefcount(view) > fresh_names for grad, view in pairs)
 
-    def _count_references(self) -> tuple[int, int]:
-        """How many hold the views, as Python sees it, and their memory, as torch sees it."""
-        return max(map(sys.getrefcount, self.views)), _use_count(self.flat)
+    def _count_names(self) -> int:
+        """By how many names Python knows the view that has the most of them."""
+        return max(map(sys.getrefcount, self.views))
+
+    def _find_pointers(self) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, self.views)]
 
     # Gradients in
 

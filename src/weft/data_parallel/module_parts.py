@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +12,17 @@ from torch import nn
 
 from weft.data_parallel.buckets import Member
 from weft.data_parallel.plan import param_spec
-from weft.errors import StateError, UnfitError
+from weft.errors import ConfigError, StateError, UnfitError
+
+Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a module's dictionary, a name in it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModuleParts:
     """A module's replicated parameters and buffers, in the order of `named_parameters`."""
 
     members: tuple[Member, ...]  # parameters that need gradients
-    slots: tuple[tuple[dict[str, nn.Parameter | None], str, nn.Parameter], ...]  # where they hang
+    slots: tuple[Slot, ...]  # where they hang
     frozen: tuple[tuple[str, nn.Parameter], ...]
     buffer_slots: tuple[tuple[nn.Module, str], ...]  # where buffers hang: they may be reassigned
 
@@ -32,9 +36,19 @@ class ModuleParts:
         yield from (member.param for member in self.members)
         yield from (param for _, param in self.frozen)
 
-    def check_in_place(self) -> None:
+    @functools.cached_property
+    def tied_slots(self) -> tuple[Slot, ...]:
+        """Those of parameters that hang in several places."""
+        counts = Counter(id(param) for _, _, param in self.slots)
+        return tuple(slot for slot in self.slots if counts[id(slot[2])] > 1)
+
+    def check_tied(self) -> None:
+        """As `check_in_place`, for tied parameters: what is left of them may still be used."""
+        self.check_in_place(self.tied_slots)
+
+    def check_in_place(self, slots: Iterable[Slot] | None = None) -> None:
         """Raise for a parameter that has been replaced by another: nobody reduces that one's gradient."""
-        for owner, name, param in self.slots:
+        for owner, name, param in self.slots if slots is None else slots:
             found = owner.get(name)
             # A plain tensor is there for one call only: torch.func.functional_call put it in.
             if found is not param and isinstance(found, nn.Parameter) and found.requires_grad:
@@ -60,13 +74,6 @@ def find_parts(
 ) -> ModuleParts:
     """Sort out a module's parameters and buffers. Shared ones count once."""
     sparse = _with_sparse_gradients(module)
-    homes = {
-        id(param): (child._parameters, name)
-        for child in module.modules()
-        for name, param in child._parameters.items()
-        if param is not None
-    }
-    slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     members: list[Member] = []
     frozen: list[tuple[str, nn.Parameter]] = []
     for name, param in module.named_parameters():
@@ -77,15 +84,25 @@ def find_parts(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
                 f"Run a dummy forward pass to correctly initialize the modules: '{name}' is uninitialized."
             )
+        if hasattr(param, "placements"):
+            raise UnfitError(
+                f"parameter '{name}' is a DTensor, which data parallel doesn't reduce yet. Leave its module "
+                "to others with `ignored_modules` (replicate), or replicate the module before it is split."
+            )
         if not param.requires_grad:
             frozen.append((name, param))
             continue
         is_sparse = id(param) in sparse
         spec = param_spec(name, param, is_sparse=is_sparse, is_delayed=name in delayed_names)
         members.append(Member(param, spec))
-        if id(param) in homes:
-            slots.append((*homes[id(param)], param))
+    missing = set(delayed_names) - {member.spec.name for member in members}
+    if missing:
+        raise ConfigError(
+            f"delay_all_reduce_named_params names {sorted(missing)}, which are not parameters of the module "
+            "that are reduced. Take the names from module.named_parameters()."
+        )
     buffer_slots = tuple(_buffer_slots(module, ignored_names))
+    slots = _parameter_slots(module, {id(member.param) for member in members})
     return ModuleParts(tuple(members), tuple(slots), tuple(frozen), buffer_slots)
 
 
@@ -95,6 +112,13 @@ def _with_sparse_gradients(module: nn.Module) -> set[int]:
         for child in module.modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
     }
+
+
+def _parameter_slots(module: nn.Module, wanted: Collection[int]) -> Iterator[Slot]:
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and id(param) in wanted:
+                yield child._parameters, name, param
 
 
 def _buffer_slots(module: nn.Module, ignored_names: Collection[str]) -> Iterator[tuple[nn.Module, str]]:

@@ -94,13 +94,17 @@ def param_spec(
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
     """The caps that the user's arguments mean."""
     for cap in (*([cap_mb] if cap_mb is not None else []), *(cap_mb_list or ())):
-        if isinstance(cap, bool) or not isinstance(cap, int | float) or cap < 0:  # type: ignore[reportUnnecessaryIsInstance]
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:  # type: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"bucket_cap_mb must be a number of megabytes, it is {cap!r}.")
-    each = tuple(int(cap * MB) for cap in cap_mb_list or ())
+    each = tuple(_in_bytes(cap) for cap in cap_mb_list or ())
     if cap_mb is None:
         return BucketCaps(each_bytes=each)
     # A cap that the user gives holds for the first bucket too, as in torch.
-    return BucketCaps(int(cap_mb * MB), int(cap_mb * MB), each)
+    return BucketCaps(_in_bytes(cap_mb), _in_bytes(cap_mb), each)
+
+
+def _in_bytes(cap_mb: float) -> int:
+    return int(min(cap_mb * MB, 2**62))
 
 
 def plan_buckets(

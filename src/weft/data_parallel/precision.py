@@ -1,21 +1,25 @@
 """Mixed precision for DDP: forward and backward in one dtype, parameters and their gradients in another.
 
-While a module runs, its own parameters are exchanged for copies in the low dtype, made by a
-cast that autograd knows. So gradients arrive in the parameters' dtype, recomputation under
-checkpointing casts again, and the optimizer never sees the low dtype.
+While the module runs, its parameters are exchanged for copies in the low dtype, made by a cast that
+autograd knows. So gradients arrive in the parameters' dtype, and the optimizer never sees the low one.
+A submodule that runs on its own, as when checkpointing recomputes it in backward, is exchanged for
+that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft import comm
 from weft.comm_hooks.bucket import GradBucket
-from weft.data_parallel.replica import Replica
+from weft.data_parallel.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,51 +35,113 @@ class MixedPrecision:
         return _cast(tensor, self.param_dtype)
 
 
-def install_precision(module: nn.Module, precision: Any, replica: Replica) -> None:
-    """Run the module in this precision from now on. What data parallel ignores stays as it is."""
-    ignored = set(replica.options.ignored_names)
+class ParameterExchange:
+    """Exchanges the parameters of a module, and of those below it, while one of them runs."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
+        self._dtype = dtype
+        self._depth = 0
+        self._exchanged: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        names = {id(param): name for name, param in module.named_parameters()}
+        self._slots = {
+            child: [
+                (owner._parameters, name, param)
+                for owner in child.modules()
+                for name, param in owner._parameters.items()
+                if param is not None and names.get(id(param)) not in ignored
+            ]
+            for child in module.modules()
+        }
+        for child in self._slots if dtype is not None else ():
+            child.register_forward_pre_hook(_Enter(weakref.ref(self)))
+            child.register_forward_hook(_Leave(weakref.ref(self)), always_call=True)
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Around the module's forward: whatever ends it, the parameters are the user's own again."""
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins to run; within another that does it has been exchanged already."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        low: dict[int, torch.Tensor] = {}
+        for owner, name, param in self._slots.get(module, ()):
+            if id(param) not in low:
+                low[id(param)] = _cast(param, self._dtype)
+            owner[name] = low[id(param)]  # type: ignore[assignment]
+            self._exchanged.append((owner, name, param))
+
+    def leave(self) -> None:
+        """A module has run."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        self._depth = 0
+        for owner, name, param in self._exchanged:
+            owner[name] = param
+        self._exchanged = []
+
+
+class _Hook:
+    """A hook of a module that does nothing when its exchange is gone, or was left behind by a copy."""
+
+    def __init__(self, exchange: weakref.ref[ParameterExchange] | None = None) -> None:
+        self.exchange = exchange
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+    def find(self) -> ParameterExchange | None:
+        """The exchange, if it is there."""
+        return None if self.exchange is None else self.exchange()
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        exchange = self.find()
+        if exchange is not None:
+            exchange.enter(module)
+
+
+class _Leave(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        exchange = self.find()
+        if exchange is not None:
+            exchange.leave()
+
+
+def install_precision(
+    module: nn.Module, precision: Any, ignored: Collection[str], reducer: Reducer
+) -> ParameterExchange:
+    """Run the module in this precision as long as the exchange lives. What is ignored stays as it is."""
     for prefix, child in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        names = [name for name in child._parameters if dot + name not in ignored]
-        if names and precision.param_dtype is not None:
-            _install_exchange(child, names, precision.param_dtype)
         for name, buffer in child._buffers.items():
-            if buffer is not None and dot + name not in ignored:
+            if buffer is not None and (f"{prefix}.{name}" if prefix else name) not in ignored:
                 child._buffers[name] = _cast(buffer, precision.buffer_dtype)
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
-    if reduce_dtype is not None and replica.group.size() > 1:
-        replica.reducer.set_hook(_reduce_in(reduce_dtype), replica.group)
+    if reduce_dtype is not None and reducer.group.size() > 1:
+        reducer.set_hook(_reduce_in_dtype, (reduce_dtype, weakref.ref(reducer)))
+    return ParameterExchange(module, precision.param_dtype, ignored)
 
 
-def _install_exchange(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
-    kept: list[dict[str, nn.Parameter | None]] = []
-
-    def exchange(_: nn.Module, args: Any) -> None:
-        own = {name: module._parameters[name] for name in names}
-        kept.append(own)
-        for name, param in own.items():
-            if param is not None:
-                module._parameters[name] = _cast(param, dtype)  # type: ignore[assignment]
-
-    def put_back(_: nn.Module, args: Any, output: Any) -> None:
-        module._parameters.update(kept.pop())
-
-    module.register_forward_pre_hook(exchange)
-    module.register_forward_hook(put_back, always_call=True)
+def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
+    """The mean, computed in a dtype of its own."""
+    dtype, reducer = state
+    group = reducer().group  # which may be another than at the start
+    buffer = bucket.buffer()
+    low = buffer / group.size() if not _can_cast(buffer) else buffer.to(dtype).div_(group.size())
+    return comm.all_reduce(low, group=group, feature="ddp").future()
 
 
-def _reduce_in(dtype: torch.dtype) -> Callable[[Any, GradBucket], Any]:
-    from weft import comm
-
-    def reduce_in_dtype(group: Any, bucket: GradBucket) -> Any:
-        buffer = bucket.buffer()
-        if buffer.layout is not torch.strided or not buffer.is_floating_point():
-            low = buffer / group.size()
-        else:
-            low = buffer.to(dtype).div_(group.size())
-        return comm.all_reduce(low, group=group, feature="ddp").future()
-
-    return reduce_in_dtype
+def _can_cast(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_floating_point()
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -12,32 +12,46 @@ one backward.
 
 from __future__ import annotations
 
+import itertools
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from weft.autograd import (
-    accumulation_node,
-    current_backward,
-    current_node,
-    is_reachable,
-    on_backward_end,
-    will_run,
-)
+from weft.autograd import current_backward, current_node, on_backward_end
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arrivals import Listener
 from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used
 from weft.data_parallel.buckets import Member, Reduction
+from weft.data_parallel.parameter_nodes import ParameterNodes
 from weft.data_parallel.plan import BucketCaps
-from weft.data_parallel.refusals import came_after_failure, came_twice, came_unannounced, is_shared
+from weft.data_parallel.refusals import (
+    came_after_failure,
+    came_twice,
+    came_unannounced,
+    is_shared,
+    unexpected_words,
+)
 from weft.data_parallel.step import Step
 from weft.data_parallel.times import StepTimes
-from weft.data_parallel.user_hooks import defer_hooks, hooks_of, is_reduced_elsewhere, run_deferred
-from weft.tensors import grads_of
+from weft.data_parallel.user_hooks import (
+    defer_hooks,
+    hooks_of,
+    is_heard_elsewhere,
+    is_reduced_elsewhere,
+    run_deferred,
+)
+
+_numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def _numbers_of(group: ProcessGroup) -> Iterator[int]:
+    """Numbers for the reducers of a group, in the order in which they are made."""
+    return _numbers.setdefault(group, itertools.count())
 
 
 class Reducer:
@@ -71,12 +85,14 @@ class Reducer:
         self._adopt(list(reversed(range(len(members)))))
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
+        self._number = next(_numbers_of(group))  # which ranks agree on if they make modules in one order
         self._step: Step | None = None
         self._wants_sync = True  # at the last forward
         self._is_expecting = False  # a backward, since a forward was made
+        self._has_warned = False  # of one without a forward
         self._knows_counts = False  # of gradients, which a static graph promises
-        self._nodes: list[Any] = []
         self._params = [member.param for member in members]
+        self._nodes = ParameterNodes(self._params)
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._listener = Listener(self._params, self._look)
         self._hook_dicts: list[dict[int, Any]] = []
@@ -92,6 +108,8 @@ class Reducer:
         if self.group.size() > 1 or self.hook is not None:
             self._listener.listen(range(len(self.members)))
             self._hook_dicts = [hooks_of(param) for param in self._params]
+            for param in self._params:  # so that none runs before the first backward is noticed
+                defer_hooks(param, weakref.ref(self))
 
     def stop_listening(self) -> None:
         """Hear of no gradient any more."""
@@ -106,6 +124,7 @@ class Reducer:
         """Go on with another group, from a plan of its own."""
         self.group = group
         self.find_divisor = group.size
+        self.num_begun = 0
         self.has_rebuilt = False
         self._step = None
         self._adopt(list(reversed(range(len(self.members)))))
@@ -150,11 +169,12 @@ class Reducer:
             step = self._open_step(is_synced=is_synced)
         elif is_synced and not step.is_synced:
             self._begin_reducing(step)
+        step.is_unexpected = False
         step.roots.append(current_node())
 
     def _open_step(self, *, is_synced: bool) -> Step:
         finish = self._make_end()
-        step = self._step = Step(weakref.ref(finish))
+        step = self._step = Step(weakref.ref(finish), current_backward())
         on_backward_end(finish)
         if is_synced:
             self._begin_reducing(step)
@@ -173,7 +193,7 @@ class Reducer:
         self.times.backward_begins()
         step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
-        step.held = self._find_held()
+        step.held = self.buckets.find_held(self._params, is_filled=not self.keeps_buffers)
         if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
             myself = weakref.ref(self)
             step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
@@ -187,34 +207,16 @@ class Reducer:
             if is_reduced_elsewhere(member.param, self):
                 raise is_shared(self._rank(), member.spec.name)
 
-    def _find_held(self) -> list[dict[int, torch.Tensor]]:
-        """Gradients that were there before and are not ours: the user's memory, to be filled in place."""
-        held: list[dict[int, torch.Tensor]] = [{} for _ in self.buckets.buckets]
-        if self.keeps_buffers or {*map(type, grads_of(self._params))} == {type(None)}:
-            return held
-        for bucket, found in zip(self.buckets.buckets, held, strict=True):
-            for at, index in enumerate(bucket.plan.params):
-                grad = self._params[index].grad
-                if grad is not None and not bucket.owns(at, grad):
-                    found[at] = grad
-        return held
-
     def _skip_unused(self, step: Step) -> None:
-        for index, node in enumerate(self._accumulation_nodes()):
-            if not step.counts[index] and not will_run(node):
-                step.skipped.add(index)
-                step.remaining[self.buckets.bucket_of[index]] -= 1
+        for index in self._nodes.find_unused():
+            step.skipped.add(index)
+            step.remaining[self.buckets.bucket_of[index]] -= 1
         if len(step.skipped) < len(self.members):
             self._launch_ready(step)
 
     def is_reducing(self) -> bool:
         """Whether a backward goes on whose gradients are reduced."""
         return self._step is not None and self._step.is_synced
-
-    def _accumulation_nodes(self) -> list[Any]:
-        if not self._nodes:
-            self._nodes = [accumulation_node(member.param) for member in self.members]
-        return self._nodes
 
     # Gradients arrive
 
@@ -226,10 +228,9 @@ class Reducer:
             raise came_after_failure(self._rank())
         if step is None:
             # Nothing announced this backward: its loss was not made from the forward's outputs.
-            if not self._is_expecting:  # nor has there been a forward: it is another module's
-                self._listener.arrived.clear()
-                return
-            step = self._open_step(is_synced=self._wants_sync)
+            # Without a forward either, it is the inner module's own, or another's with this parameter.
+            step = self._open_step(is_synced=self._wants_sync and self._is_expecting)
+            step.is_unexpected = not self._is_expecting
         if step.is_synced:
             step.streams.note(self._listener.arrived[-1])
             self._launch_full(step)
@@ -271,7 +272,8 @@ class Reducer:
         if self.is_static and number >= step.num_launched:
             step.remaining[number] += 1  # one more than in the first step, but in time
             return
-        raise came_twice(self._rank(), self.members[index].spec.name, is_skipped=index in step.skipped)
+        name, is_skipped = self.members[index].spec.name, index in step.skipped
+        raise came_twice(self._rank(), name, is_skipped=is_skipped, is_static=self.is_static)
 
     def _launch_ready(self, step: Step) -> None:
         if self.is_static and not self._knows_counts:
@@ -281,7 +283,9 @@ class Reducer:
 
     def _new_reduction(self) -> Reduction:
         divisor = self.find_divisor()
-        return Reduction(self.group, divisor, self.num_begun, self.hook, self.hook_state, self.is_even)
+        return Reduction(
+            self.group, divisor, self.num_begun, self._number, self.hook, self.hook_state, self.is_even
+        )
 
     def _launch(self, step: Step, *, has_all: bool = False) -> None:
         if step.reduction is None:
@@ -300,26 +304,31 @@ class Reducer:
         step = self._step
         if step is None:
             return
+        step.has_ended = True  # if something is raised now it stays, for the next forward to clear
         if not step.is_synced:
-            for param in self._listener.arrived:
-                self._is_used[self._index_of[id(param)]] |= param.grad is not None
-        elif self._is_for_parameters(step):
+            self._keep_local(step)
+        elif self._listener.arrived or not self._nodes.are_only_looked_at(step.roots):
             self.times.backward_ends()
             step.num_early = step.num_launched
             self._count_arrivals(step)
             self._reduce_rest(step)
+        else:
+            self.num_begun -= 1  # the other ranks may not have asked
         self._step = None
-        self._is_expecting = False
+        if self._listener.arrived and current_node() is None:  # neither autograd.grad nor a checkpoint's own
+            self._is_expecting = False
         self._listener.arrived.clear()
 
-    def _is_for_parameters(self, step: Step) -> bool:
-        """Not where `torch.autograd.grad` asked for other gradients: then the graph has parameters, unused.
-
-        A rank that has used none of them at all takes part, for those that have.
-        """
-        if self._listener.arrived or any(self._is_used):
-            return True
-        return not is_reachable(step.roots, self._accumulation_nodes())
+    def _keep_local(self, step: Step) -> None:
+        """Gradients of this backward stay this rank's own, and are added to those of the next reduction."""
+        arrived = self._listener.arrived
+        for param in arrived:
+            self._is_used[self._index_of[id(param)]] |= param.grad is not None
+        is_ours = step.is_unexpected and not any(is_heard_elsewhere(param, self) for param in arrived)
+        if is_ours and not self._has_warned:
+            self._has_warned = True
+            name = self.members[self._index_of[id(arrived[-1])]].spec.name
+            warnings.warn(unexpected_words(self._rank(), name), stacklevel=2)
 
     def _reduce_rest(self, step: Step) -> None:
         while step.num_launched < len(self.buckets.buckets):
@@ -329,14 +338,14 @@ class Reducer:
             bucket.finish(step.reduction)
         used_anywhere = None
         if self.hook is not None:
-            used_anywhere = agree_on_used(self._used(), step.reduction, self._message_device())
-        for bucket, held in zip(self.buckets.buckets, step.held, strict=True):
+            used_anywhere = agree_on_used(self.buckets.find_used(), step.reduction, self._message_device())
+        for bucket in self.buckets.buckets:
             used = None if used_anywhere is None else [used_anywhere[index] for index in bucket.plan.params]
-            has_grad = bucket.hand_out(held, used)
+            has_grad = bucket.hand_out(used)
             for index, has_one in zip(bucket.plan.params if step.deferred else (), has_grad, strict=False):
                 if has_one and index in step.deferred:
                     has_stepped = getattr(self.hook, "steps_optimizers", False)
-                    run_deferred(self._params[index], has_stepped=has_stepped)
+                    run_deferred(self._params[index], step.number, has_stepped=has_stepped)
         self.times.communication_ends()
         if self.is_static and not self._knows_counts and any(step.counts):
             self._expected, self._knows_counts = list(step.counts), True
@@ -345,13 +354,6 @@ class Reducer:
         self._is_used = [False] * len(self.members)
         self.num_steps += 1
         self._learn_order(step)
-
-    def _used(self) -> list[bool]:
-        used = [False] * len(self.members)
-        for bucket in self.buckets.buckets:
-            for index, is_used in zip(bucket.plan.params, bucket.used, strict=True):
-                used[index] = is_used
-        return used
 
     def _learn_order(self, step: Step) -> None:
         """Plan for the order in which gradients came, and listen to the last of each bucket."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 from weft.errors import StateError
 
 
-def came_twice(rank: int, name: str, *, is_skipped: bool) -> StateError:
+def came_twice(rank: int, name: str, *, is_skipped: bool, is_static: bool) -> StateError:
     """A parameter's gradient came after it had been taken for complete."""
+    if is_static:
+        return StateError(
+            f"rank {rank}: Expected to mark a variable ready only once. Parameter '{name}' got more "
+            "gradients than in the first step: the graph has changed, though static_graph=True promised "
+            "that it wouldn't. Leave static_graph out."
+        )
     if is_skipped:
         cause = (
-            "find_unused_parameters=True took it for unused, since the graph of this backward didn't hold it: "
-            "reentrant checkpointing hides what it recomputes. weft handles unused parameters without that "
-            "flag"
+            "find_unused_parameters=True took it for unused, since the graph of this backward didn't hold "
+            "it: reentrant checkpointing hides what it recomputes. weft handles unused parameters without "
+            "that flag"
         )
     else:
         cause = (
@@ -39,6 +45,15 @@ def came_after_failure(rank: int) -> StateError:
     return StateError(
         f"rank {rank}: a backward that failed was followed by another without a forward in between. Run "
         "forward again."
+    )
+
+
+def unexpected_words(rank: int, name: str) -> str:
+    """What is said of a backward without a forward of the wrapped module."""
+    return (
+        f"rank {rank}: parameter '{name}' got a gradient in a backward that no forward of the wrapped module "
+        "led to: the module inside was called itself, or one forward has several backwards that don't come "
+        "through its outputs. Such gradients stay local until the next reduction. Call the wrapped module."
     )
 
 

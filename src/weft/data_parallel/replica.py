@@ -27,6 +27,9 @@ from weft.errors import InternalError, StateError, UnfitError
 from weft.join import Join, Joinable
 from weft.tensors import find_tensors, map_tensors
 
+# What ranks with inputs tell those without.
+_REDUCES, _SYNCS_BUFFERS = 1, 2
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
@@ -98,6 +101,7 @@ class Replica:
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
             self.parts.check_frozen()
+            self.parts.check_tied()
             self.reducer.check_whole()
             self.reducer.times.forward_begins()
             self._keep_in_step()
@@ -108,6 +112,8 @@ class Replica:
 
     def _keep_in_step(self) -> None:
         """Tell joined ranks that this one goes on, and take the buffers of one rank for all."""
+        if not torch.is_grad_enabled() and self.owner._join_config.enable:
+            return  # an evaluation within the loop: the ranks that have joined don't see it
         Join.notify_join_context(self.owner)
         num_active = Join.num_active(self.owner)
         self.reducer.is_even = num_active is None
@@ -120,7 +126,8 @@ class Replica:
         self.reducer.find_divisor = self.group.size if is_whole else lambda: num_active
         source = 0
         if num_active < self.group.size():  # tell those that have joined what comes
-            source, _ = find_last(True, self.group, self.device, note=int(self.wants_sync))
+            note = _REDUCES * self.wants_sync + _SYNCS_BUFFERS * self.will_sync_buffers()
+            source, _ = find_last(True, self.group, self.device, note)
         if self.will_sync_buffers():
             self.sync_buffers(source)
 
@@ -141,7 +148,7 @@ class Replica:
     def after_forward(self, output: Any) -> Any:
         """Listen for the backward of this output."""
         if not torch.is_grad_enabled():
-            if current_backward() is None:
+            if current_backward() is None and not self.owner._join_config.enable:
                 self.was_synced = False
             return output
         self.was_synced = self.wants_sync
@@ -176,10 +183,10 @@ class Replica:
         """Take part in a step of the ranks that still have inputs."""
         self.reducer.is_even = False
         source, note = find_last(False, self.group, self.device)
-        if self.will_sync_buffers():
+        if note & _SYNCS_BUFFERS:
             self.sync_buffers(source)
-        self.was_synced = bool(note)
-        if note:
+        self.was_synced = bool(note & _REDUCES)
+        if note & _REDUCES:
             self.reducer.shadow()
 
     def take_final_state(self, is_last_joiner: bool) -> None:

@@ -20,6 +20,7 @@ class SparseBucket(Bucket):
         super().__init__(plan, members, index, is_last=is_last)
         self._param = members[0].param
         self._grad = torch.empty(0)
+        self._held: torch.Tensor | None = None  # the user's own, which the mean is copied into
 
     @torch.no_grad()
     def collect(
@@ -27,6 +28,7 @@ class SparseBucket(Bucket):
     ) -> None:
         grad = self._param.grad
         self.used = (grad is not None,) if used is None else used
+        self._held = held.get(0)
         if grad is None:
             self._grad = no_entries(self._param)
         else:
@@ -46,15 +48,13 @@ class SparseBucket(Bucket):
         self._grad = mean
 
     @torch.no_grad()
-    def hand_out(
-        self, held: Mapping[int, torch.Tensor], used_anywhere: Sequence[bool] | None
-    ) -> Sequence[bool]:
+    def hand_out(self, used_anywhere: Sequence[bool] | None) -> Sequence[bool]:
         mean, self._grad = self._grad, torch.empty(0)
         is_used = self.used if used_anywhere is None else used_anywhere
         if not is_used[0] and mean.is_sparse and mean._nnz() == 0:
             return (False,)
         grad = self._param.grad
-        if grad is not None and held.get(0) is grad:
+        if grad is not None and self._held is grad:
             grad.copy_(mean)
         else:
             self._param.grad = mean.to_dense() if grad is not None and not grad.is_sparse else mean

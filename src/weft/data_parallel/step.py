@@ -18,7 +18,10 @@ class Step:
     """One backward, from its first sign to its end. Parameters are named by index, buckets by number."""
 
     end_callback: weakref.ref[Callable[[], None]] | None = None  # held by the backward alone
+    number: int | None = None  # of its backward
+    has_ended: bool = False
     is_synced: bool = False  # it reduces
+    is_unexpected: bool = False  # no forward of the module led to it
     num_seen: int = 0  # of the arrivals
     counts: list[int] = field(default_factory=list[int])  # how often each parameter came
     remaining: list[int] = field(default_factory=list[int])  # gradients that each bucket waits for
@@ -33,5 +36,5 @@ class Step:
     streams: GradStreams = field(default_factory=GradStreams)
 
     def has_failed(self) -> bool:
-        """Whether its backward is gone without having ended."""
-        return self.end_callback is not None and self.end_callback() is None
+        """Whether its backward is gone and has left something to be cleared."""
+        return self.has_ended or (self.end_callback is not None and self.end_callback() is None)

@@ -39,8 +39,8 @@ class StepTimes:
     def durations(self) -> dict[str, int]:
         """How long each part took in the last step."""
         marks = self._marks
-        if "comm_end" not in marks or "forward_start" not in marks:
-            return {}
+        if not {"comm_end", "forward_start", "backward_start", "backward_end", "comm_start"} <= marks.keys():
+            return {}  # a rank without inputs makes no step of its own
         overlap = max(0, marks["backward_end"] - marks["comm_start"])
         return {
             "forward_compute_time": marks["backward_start"] - marks["forward_start"],

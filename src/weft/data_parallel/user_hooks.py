@@ -9,11 +9,12 @@ They keep their places in the parameter's own dictionary, so that they can be re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from weft.autograd import current_backward
 from weft.data_parallel.arrivals import arrivals_of
 
 ParamHook = Callable[[torch.Tensor], Any]
@@ -24,11 +25,13 @@ class DeferredHook:
 
     def __init__(self, hook: ParamHook, reducer: weakref.ref[Any]) -> None:
         self.hook = hook
-        self._reducer = reducer
+        self.reducer = reducer
+        self.ran_in: int | None = None  # the number of the last backward in which it didn't wait
 
     def __call__(self, param: torch.Tensor) -> None:
-        reducer = self._reducer()
+        reducer = self.reducer()
         if reducer is None or not reducer.is_reducing():
+            self.ran_in = current_backward()
             self.hook(param)
 
 
@@ -42,28 +45,38 @@ def defer_hooks(param: torch.Tensor, reducer: weakref.ref[Any]) -> bool:
     hooks = hooks_of(param)
     users = [key for key, hook in hooks.items() if arrivals_of(hook) is None]
     for key in users:
-        if not isinstance(hooks[key], DeferredHook):
+        if isinstance(hooks[key], DeferredHook):
+            hooks[key].reducer = reducer  # the module may have been wrapped again
+        else:
             hooks[key] = DeferredHook(hooks[key], reducer)
     return bool(users)
 
 
+def is_heard_elsewhere(param: torch.Tensor, reducer: object) -> bool:
+    """Whether another reducer listens to this parameter too."""
+    return any(True for _ in _other_reducers(param, reducer))
+
+
 def is_reduced_elsewhere(param: torch.Tensor, reducer: object) -> bool:
     """Whether another reducer is at work on this parameter's gradient now."""
+    return any(other.is_reducing() for other in _other_reducers(param, reducer))
+
+
+def _other_reducers(param: torch.Tensor, reducer: object) -> Iterator[Any]:
     for hook in hooks_of(param).values():
         arrived = arrivals_of(hook)
         look: Any = None if arrived is None else arrived.look()
-        if look is not None and look.__self__ is not reducer and look.__self__.is_reducing():
-            return True
-    return False
+        if look is not None and look.__self__ is not reducer:
+            yield look.__self__
 
 
-def run_deferred(param: torch.Tensor, *, has_stepped: bool) -> None:
-    """Run the hooks that waited: the parameter's gradient is the mean now.
+def run_deferred(param: torch.Tensor, backward: int | None, *, has_stepped: bool) -> None:
+    """Run the hooks that waited in this backward: the parameter's gradient is the mean now.
 
     Where the gradient hook has stepped the parameter's optimizers already, they don't step again.
     """
     for hook in list(hooks_of(param).values()):
-        if not isinstance(hook, DeferredHook):
+        if not isinstance(hook, DeferredHook) or (backward is not None and hook.ran_in == backward):
             continue
         if has_stepped and getattr(hook.hook, "steps_optimizers", False):
             param.grad = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -29,9 +31,11 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return (
             type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         )  # named tuples take each
-    if isinstance(value, dict):
-        given = cast("dict[Any, Any]", value)
-        return type(given)((key, map_tensors(change, part)) for key, part in given.items())
+    if isinstance(value, dict | UserDict):
+        given = copy.copy(cast("dict[Any, Any]", value))  # of its own kind: defaults and the like are kept
+        for key, part in given.items():
+            given[key] = map_tensors(change, part)
+        return given
     if _is_dataclass(value) and any(True for _ in find_tensors(value)):
         fields = {
             field.name: map_tensors(change, getattr(value, field.name))
