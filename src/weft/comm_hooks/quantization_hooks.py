@@ -103,7 +103,8 @@ def quantization_perchannel_hook(
     """Average the bucket in bytes, with a scale for every `bucket_size` numbers (a state's block_size)."""
     state = _state_of(process_group)
     block_numel = state.block_size if state is process_group else bucket_size
-    return _average(state, bucket, lambda size: plan_blocks(bucket.buffer().numel(), size, block_numel))
+    numel, starts = bucket.buffer().numel(), bucket.starts()
+    return _average(state, bucket, lambda size: plan_blocks(numel, size, block_numel, starts))
 
 
 def _state_of(given: State) -> QuantizationState:

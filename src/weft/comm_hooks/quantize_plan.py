@@ -62,9 +62,9 @@ class QuantizePlan:
 
 
 @lru_cache(maxsize=256)
-def plan_blocks(numel: int, group_size: int, block_numel: int) -> QuantizePlan:
-    """A scale for every `block_numel` numbers of a chunk."""
-    return _plan(numel, group_size, (), block_numel)
+def plan_blocks(numel: int, group_size: int, block_numel: int, starts: tuple[int, ...] = ()) -> QuantizePlan:
+    """A scale for every `block_numel` numbers of a chunk. No block holds numbers of two gradients."""
+    return _plan(numel, group_size, starts, block_numel)
 
 
 @lru_cache(maxsize=256)
