@@ -39,7 +39,7 @@ LARGE: Shapes = [(700, 300), (300,), (30_001,)]
 def plan_of(hook: Any, bucket: GradBucket) -> QuantizePlan:
     numel, size = bucket.buffer().numel(), dist.get_world_size()
     if hook is quantization_perchannel_hook:
-        return plan_blocks(numel, size, 512)
+        return plan_blocks(numel, size, 512, bucket.starts())
     return plan_gradients(numel, size, bucket.starts(), is_cpu=True)
 
 

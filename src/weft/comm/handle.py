@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
@@ -230,7 +231,10 @@ def _end_secs(works: Sequence[dist.Work]) -> float:
 def _completed(handle: Handle[Any]) -> Future[Any]:
     future: Future[Any] = Future()
     try:
-        future.set_result(handle.wait())
+        result = handle.wait()
+        if isinstance(result, torch.Tensor) and result.is_cuda:
+            future = Future(devices=[result.device])
+        future.set_result(result)
     except Exception as error:
         future.set_exception(error)
     return future

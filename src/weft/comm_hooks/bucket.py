@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from weft.tensors import dense_strides
+
 
 class GradBucket:
     """Gradients that travel together, as one flat buffer (or one sparse tensor)."""
@@ -52,9 +54,23 @@ class GradBucket:
         return GradBucket(self._index, buffer, self._parameters, self._offsets, is_last=self._is_last)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Each parameter's gradient, as a view of the buffer in the parameter's shape."""
+        """Each parameter's gradient, as a view of the buffer in the parameter's shape.
+
+        It lies there as the parameter does: with its strides, where they leave no gaps.
+        """
         if self._buffer.layout is not torch.strided:
             return [self._buffer]
+        start = self._buffer.storage_offset()
+        return [
+            self._buffer.as_strided(param.shape, dense_strides(param.shape, param.stride()), start + offset)
+            for param, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Each gradient's numbers in the order in which they lie, as a contiguous view of the same shape.
+
+        For hooks that take any order of the numbers for good, as long as ranks agree on it.
+        """
         return [
             self._buffer.narrow(0, offset, param.numel()).view(param.shape)
             for param, offset in zip(self._parameters, self._offsets, strict=True)

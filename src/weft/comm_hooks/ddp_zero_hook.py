@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from weft import comm
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.mean import FEATURE, only_tensor
 from weft.errors import ConfigError
@@ -44,7 +43,7 @@ class ShardedOptimizer(Protocol):
         """Update this rank's of the parameters."""
         ...
 
-    def launch_bucket_share(self, params: Sequence[torch.Tensor], feature: str) -> list[comm.Handle[Any]]:
+    def launch_bucket_share(self, params: Sequence[torch.Tensor], feature: str) -> list[Future[Any]]:
         """Start giving the parameters, updated, to all ranks."""
         ...
 
@@ -65,7 +64,7 @@ class _Stepper:
     def __init__(self, zero: ShardedOptimizer) -> None:
         self._zero = zero
         self._reducing: list[_Reducing] = []
-        self._sharing: list[comm.Handle[Any]] = []
+        self._sharing: list[Future[Any]] = []
 
     def start(self, hook: GradHook, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """Hand the bucket to its hook."""
@@ -92,8 +91,8 @@ class _Stepper:
     def finish(self) -> None:
         """Have the parameters of all ranks in place."""
         self.step_all_but(0)
-        for handle in self._sharing:
-            handle.wait()
+        for share in self._sharing:
+            share.wait()
         self._sharing.clear()
 
 

@@ -151,20 +151,23 @@ class BodyQueue:
             del task  # it holds the group, and the wait for the next one may be long
 
     def _run(self, task: _Task[Any]) -> None:
-        with torch.no_grad(), _entered(task.world), self._on_stream(task):
-            try:
+        is_counted = False
+        try:
+            with torch.no_grad(), _entered(task.world), self._on_stream(task):
                 value = task.body()
-            except BaseException as error:
-                self._finish_one()
-                task.future.set_exception(_as_exception(error))
-            else:
                 # Counted before the future is complete: whoever waited for it finds the queue idle.
-                self._finish_one()
+                is_counted = self._finish_one()
                 task.future.set_result(value)
+        except BaseException as error:
+            if not is_counted:
+                self._finish_one()
+            if not task.future.done():
+                task.future.set_exception(_as_exception(error))
 
-    def _finish_one(self) -> None:
+    def _finish_one(self) -> bool:
         with self._changed:
             self._num_unfinished -= 1
+        return True
 
     @contextmanager
     def _on_stream(self, task: _Task[Any]) -> Generator[None]:
@@ -177,7 +180,10 @@ class BodyQueue:
             stream = self._streams[device] = torch.cuda.Stream(device)
         stream.wait_event(task.ready)
         # The tensor may be a temporary of the caller's stream: its memory is ours until we are done.
-        task.tensor.record_stream(stream)
+        for part in (
+            (task.tensor._indices(), task.tensor._values()) if task.tensor.is_sparse else (task.tensor,)
+        ):
+            part.record_stream(stream)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
 

@@ -14,6 +14,7 @@ import torch
 from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket, GradHook
+from weft.comm_hooks.in_order import launch_in_order
 from weft.comm_hooks.mean import launch_mean, only_tensor
 from weft.errors import ConfigError
 
@@ -104,7 +105,8 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> GradHook:
                     optimizer.step()
             return reduced
 
-        return launch_mean(buffer, _group_of(state)).future().then(step)
+        group = _group_of(state)
+        return launch_in_order(group, buffer, lambda: launch_mean(buffer, group)).then(step)
 
     # Data parallel modules step carried optimizers themselves, unless their hook does.
     vars(apply_optim_in_backward_hook)["steps_optimizers"] = True

@@ -71,15 +71,15 @@ def _start(state: PowerSGDState, bucket: GradBucket, body: Body) -> Future[torch
 def _average(state: PowerSGDState, bucket: GradBucket, group: ProcessGroup) -> torch.Tensor:
     buffer = bucket.buffer()
     plan = plan_low_rank(
-        [gradient.shape for gradient in bucket.gradients()],
+        [gradient.shape for gradient in bucket.pieces()],
         state.matrix_approximation_rank,
         state.min_compression_rate,
         batches_shapes=state.batch_tensors_with_same_shape,
     )
     state.count(bucket, plan.numel_before, plan.numel_after)
     corrected = state.with_error(bucket, buffer.numel())
-    sources = bucket.with_buffer(corrected).gradients()
-    results = bucket.gradients()
+    sources = bucket.with_buffer(corrected).pieces()
+    results = bucket.pieces()
 
     means = _reduce_factors(state, bucket, group, plan, sources)
     for place, mean in zip(plan.plain, means, strict=True):
@@ -119,7 +119,7 @@ def _reduce_factors(
     if plan.factors:
         comm.all_reduce(q_memory, group=group, feature=FEATURE).wait().div_(group.size())
 
-    gradients = bucket.gradients()
+    gradients = bucket.pieces()
     for factor, p, q, old_q in zip(plan.factors, ps, qs, old_qs, strict=True):
         for at, place in enumerate(factor.members):
             out = gradients[place].view(1, factor.num_rows, factor.num_columns)

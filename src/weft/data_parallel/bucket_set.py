@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -69,6 +71,14 @@ class BucketSet:
         for index in arrivals:
             last[self.bucket_of[index]] = index
         return set(last.values())
+
+
+_numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def numbers_of(group: ProcessGroup) -> Iterator[int]:
+    """Numbers for the reducers of a group, in the order in which they are made, the same on all ranks."""
+    return _numbers.setdefault(group, itertools.count())
 
 
 def agree_on_order(

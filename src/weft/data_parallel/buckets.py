@@ -50,7 +50,8 @@ class Reduction:
 
     def mark(self, dtype: torch.dtype) -> int:
         """A number that tells this reduction from others; small where the dtype can't count far."""
-        return 1 + (31 * self.number + self.reducer) % (7 if dtype.itemsize <= 2 else 10007)
+        most = 7 if dtype.itemsize <= 2 else min(10007, 2**24 // self.group.size())
+        return 1 + (31 * self.number + self.reducer) % most
 
     def check_step(self, total: float, dtype: torch.dtype) -> None:
         """Raise if the ranks' marks don't add up: somebody is at another step, or at another module."""

@@ -40,8 +40,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     The arguments are torch's. Unused parameters need no flag: one that some rank used gets the
     mean over all ranks, one that none used keeps its gradient. `find_unused_parameters=True` lets
     buckets with unused parameters go before backward ends, at the price of a look at the graph.
-    `check_reduction`, `batched_grad_copy` and `skip_all_reduce_unused_params` are accepted:
-    weft always checks and always copies in batches.
+    `check_reduction`, `batched_grad_copy` and `skip_all_reduce_unused_params` are accepted: weft always
+    checks and always copies in batches. Parameters of `delay_all_reduce_named_params` go last.
 
     Raises on every rank, with the first difference, if ranks bring different parameters.
     """

@@ -102,7 +102,11 @@ class DenseBucket(Bucket):
                 f"a gradient hook brought {result.numel()} numbers for bucket {self._index}, which has "
                 f"{payload.numel()}. Its future must bring a tensor of the size of bucket.buffer()."
             )
-        if result.numel() and result.data_ptr() != payload.data_ptr():
+        is_here = result.data_ptr() == payload.data_ptr()
+        if result.numel() and is_here and result.dtype != payload.dtype and result.numel() == payload.numel():
+            result = result.clone()  # numbers of another size in the bucket's own memory
+            is_here = False
+        if result.numel() and not is_here:
             payload.copy_(result.view(-1))
 
     @torch.no_grad()

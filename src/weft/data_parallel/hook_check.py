@@ -39,7 +39,7 @@ def check_hook(hook: Any) -> None:
 
 
 def _is_one_of(annotation: Any, ending: str, wanted: Any) -> bool:
-    if annotation is _EMPTY or annotation == wanted:
+    if annotation in (_EMPTY, Any, "Any", wanted):
         return True
     if isinstance(annotation, str):  # postponed annotations are text
         return annotation.endswith((ending, "Future[Tensor]"))

@@ -19,6 +19,8 @@ from torch import nn
 
 from weft import comm
 from weft.comm_hooks.bucket import GradBucket
+from weft.comm_hooks.in_order import launch_in_order
+from weft.data_parallel.buckets import FEATURE
 from weft.data_parallel.reducer import Reducer
 
 
@@ -133,11 +135,11 @@ def install_precision(
 
 def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
     """The mean, computed in a dtype of its own."""
-    dtype, reducer = state
-    group = reducer().group  # which may be another than at the start
+    dtype, reducer = state[0], state[1]()
+    group, divisor = reducer.group, reducer.find_divisor()  # which may be others than at the start
     buffer = bucket.buffer()
-    low = buffer / group.size() if not _can_cast(buffer) else buffer.to(dtype).div_(group.size())
-    return comm.all_reduce(low, group=group, feature="ddp").future()
+    low = buffer / divisor if not _can_cast(buffer) else buffer.to(dtype).div_(divisor)
+    return launch_in_order(group, low, lambda: comm.all_reduce(low, group=group, feature=FEATURE))
 
 
 def _can_cast(tensor: torch.Tensor) -> bool:

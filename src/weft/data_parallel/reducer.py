@@ -12,10 +12,10 @@ one backward.
 
 from __future__ import annotations
 
-import itertools
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from weft.autograd import current_backward, current_node, on_backward_end
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arrivals import Listener
-from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used
+from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used, numbers_of
 from weft.data_parallel.buckets import Member, Reduction
 from weft.data_parallel.parameter_nodes import ParameterNodes
 from weft.data_parallel.plan import BucketCaps
@@ -36,7 +36,7 @@ from weft.data_parallel.refusals import (
     is_shared,
     unexpected_words,
 )
-from weft.data_parallel.step import Step
+from weft.data_parallel.step import Step, one_at_a_time
 from weft.data_parallel.times import StepTimes
 from weft.data_parallel.user_hooks import (
     defer_hooks,
@@ -45,13 +45,6 @@ from weft.data_parallel.user_hooks import (
     is_reduced_elsewhere,
     run_deferred,
 )
-
-_numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-def _numbers_of(group: ProcessGroup) -> Iterator[int]:
-    """Numbers for the reducers of a group, in the order in which they are made."""
-    return _numbers.setdefault(group, itertools.count())
 
 
 class Reducer:
@@ -85,7 +78,8 @@ class Reducer:
         self._adopt(list(reversed(range(len(members)))))
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
-        self._number = next(_numbers_of(group))  # which ranks agree on if they make modules in one order
+        self._number = next(numbers_of(group))  # which ranks agree on if they make modules in one order
+        self._mutex = threading.RLock()
         self._step: Step | None = None
         self._wants_sync = True  # at the last forward
         self._is_expecting = False  # a backward, since a forward was made
@@ -125,6 +119,7 @@ class Reducer:
         self.group = group
         self.find_divisor = group.size
         self.num_begun = 0
+        self._number = next(numbers_of(group))
         self.has_rebuilt = False
         self._step = None
         self._adopt(list(reversed(range(len(self.members)))))
@@ -159,6 +154,7 @@ class Reducer:
                 self._listener.listen(range(len(self.members)))
                 raise came_unannounced(self._rank())
 
+    @one_at_a_time
     def begin(self, *, is_synced: bool) -> None:
         """A backward comes through a forward's outputs. Called at the gradient of each output."""
         if not self._listener.is_on:
@@ -188,6 +184,8 @@ class Reducer:
         return finish
 
     def _begin_reducing(self, step: Step) -> None:
+        if self._is_done_elsewhere():
+            return
         step.is_synced = True
         self.num_begun += 1
         self.times.backward_begins()
@@ -197,15 +195,18 @@ class Reducer:
         if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
             myself = weakref.ref(self)
             step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
-            self._check_alone()
         if self.looks_for_unused and not self.is_static and current_backward() is not None:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 self._skip_unused(step)
 
-    def _check_alone(self) -> None:
-        for member in self.members:
-            if is_reduced_elsewhere(member.param, self):
-                raise is_shared(self._rank(), member.spec.name)
+    def _is_done_elsewhere(self) -> bool:
+        """Whether another module, inside this one or around it, reduces all of these gradients already."""
+        if sum(map(len, self._hook_dicts)) == len(self.members):  # there are no hooks beside ours
+            return False
+        shared = [member for member in self.members if is_reduced_elsewhere(member.param, self)]
+        if shared and len(shared) < len(self.members):
+            raise is_shared(self._rank(), shared[0].spec.name)
+        return bool(shared)
 
     def _skip_unused(self, step: Step) -> None:
         for index in self._nodes.find_unused():
@@ -220,6 +221,7 @@ class Reducer:
 
     # Gradients arrive
 
+    @one_at_a_time
     def _look(self) -> None:
         """Gradients have come: launch what is full."""
         step = self._step
@@ -300,6 +302,7 @@ class Reducer:
 
     # Backward ends
 
+    @one_at_a_time
     def _end(self) -> None:
         step = self._step
         if step is None:
@@ -349,11 +352,12 @@ class Reducer:
         self.times.communication_ends()
         if self.is_static and not self._knows_counts and any(step.counts):
             self._expected, self._knows_counts = list(step.counts), True
-        if self.on_unused is not None and not all(all(bucket.used) for bucket in self.buckets.buckets):
-            self.on_unused()
+        has_unused = not all(all(bucket.used) for bucket in self.buckets.buckets)
         self._is_used = [False] * len(self.members)
         self.num_steps += 1
         self._learn_order(step)
+        if self.on_unused is not None and has_unused:
+            self.on_unused()  # last: it may raise on this rank alone
 
     def _learn_order(self, step: Step) -> None:
         """Plan for the order in which gradients came, and listen to the last of each bucket."""

@@ -60,6 +60,6 @@ def unexpected_words(rank: int, name: str) -> str:
 def is_shared(rank: int, name: str) -> StateError:
     """Two reducers are at work on one parameter."""
     return StateError(
-        f"rank {rank}: parameter '{name}' is reduced by two modules in one backward. Wrap it once: replicate "
-        "children before their parent, which leaves them out."
+        f"rank {rank}: parameter '{name}' is reduced by two modules in one backward, which share some "
+        "parameters and not all. Wrap it once: replicate children before their parent, which leaves them out."
     )

@@ -125,8 +125,9 @@ def replicate(
     """Replicate the module over the ranks of the world, of `device_mesh` or of `process_group`; returns it.
 
     Parameters below modules that are replicated or sharded themselves, and those in
-    `ignored_modules`, are left to others. The other arguments are DistributedDataParallel's. Ranks
-    compare and share their parameters at the first forward, so that they may still be loaded.
+    `ignored_modules`, are left to others. The other arguments are DistributedDataParallel's, but for
+    `mixed_precision`: without a wrapper nobody casts. Ranks compare and share their parameters at the
+    first forward, so that they may still be loaded.
     Raises if the module is replicated or sharded already; nothing is changed then.
     """
     check_free(module, FEATURE)
@@ -198,6 +199,9 @@ def _resolve_device(module: nn.Module, device_id: int | torch.device | None) -> 
 
 
 _KNOWN = {
+    "batched_grad_copy",
+    "check_reduction",
+    "skip_all_reduce_unused_params",
     "bucket_cap_mb",
     "bucket_cap_mb_list",
     "broadcast_buffers",

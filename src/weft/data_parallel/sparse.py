@@ -55,7 +55,7 @@ class SparseBucket(Bucket):
             return (False,)
         grad = self._param.grad
         if grad is not None and self._held is grad:
-            grad.copy_(mean)
+            grad.copy_(mean if grad.is_sparse else mean.to_dense())
         else:
             self._param.grad = mean.to_dense() if grad is not None and not grad.is_sparse else mean
         return (True,)

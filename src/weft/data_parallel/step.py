@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,17 @@ import torch
 
 from weft.data_parallel.buckets import Reduction
 from weft.data_parallel.streams import GradStreams
+
+
+def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
+    """Run one such method of an object with a `_mutex` at a time: autograd has a thread for each device."""
+
+    @functools.wraps(method)
+    def run(self: Any, **kwargs: Any) -> None:
+        with self._mutex:
+            method(self, **kwargs)
+
+    return run
 
 
 @dataclass(slots=True)

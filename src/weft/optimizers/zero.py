@@ -9,15 +9,18 @@ say) reach the local optimizer at the next step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, get_global_rank
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from weft import comm
 from weft.comm.group import resolve_group
+from weft.comm_hooks.in_order import launch_in_order
 from weft.errors import ConfigError, StateError
 from weft.join import Join, Joinable, JoinHook
 from weft.optimizers.arguments import check_params
@@ -175,8 +178,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for param, grad in kept.items():
                 param.grad = grad
 
-    def launch_bucket_share(self, params: Sequence[torch.Tensor], feature: str) -> list[comm.Handle[Any]]:
-        """Start giving those of the parameters that are owned to all ranks, each from its owner."""
+    def launch_bucket_share(self, params: Sequence[torch.Tensor], feature: str) -> list[Future[Any]]:
+        """Start giving those of the parameters that are owned to all ranks, each from its owner.
+
+        Behind the gradient hooks that are under way on the group: ranks must agree on the order.
+        """
         if self.world_size == 1:
             return []
         key = tuple(id(param) for param in params)  # buckets stay the same but for one time
@@ -186,7 +192,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             owners = [self._owner_of[param] for param in owned]
             packs = pack_params(owned, owners, self.process_group, keeps_views=False)
             self._bucket_packs[key] = packs
-        return [launch_share(packed, self.process_group, feature) for packed in packs]
+        group = self.process_group
+        return [
+            launch_in_order(group, packed.flat, functools.partial(launch_share, packed, group, feature))
+            for packed in packs
+        ]
 
     def _check_local_made(self) -> None:
         if self._overlap_with_ddp and not hasattr(self, "optim"):
