@@ -26,6 +26,7 @@ caller had launched; whoever waits for the future is ordered behind the body.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -46,6 +47,7 @@ T = TypeVar("T")
 # An idle thread ends after this long, and the next body starts another. Steps follow each
 # other faster, so a training run keeps its thread (and torch's worker threads below it).
 _LINGER_SECS = 10.0
+_CLOSE_SECS = 2.0  # at the process's exit, for a body that can't end
 
 
 def run_in_order(group: ProcessGroup, tensor: torch.Tensor, body: Callable[[], T]) -> Future[T]:
@@ -113,6 +115,7 @@ class BodyQueue:
         self._tasks: deque[_Task[Any]] = deque()
         self._num_unfinished = 0
         self._thread: threading.Thread | None = None
+        self._is_closing = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.scratch = Scratch()  # for the body that runs
 
@@ -132,10 +135,20 @@ class BodyQueue:
             self._tasks.append(_Task(body, future, _current_world(), tensor, ready))
             self._num_unfinished += 1
             if self._thread is None:
+                _end_with_process(self)
                 self._thread = threading.Thread(target=self._serve, name="weft-hooks", daemon=True)
                 self._thread.start()
             self._changed.notify()
         return future
+
+    def close(self, timeout_secs: float) -> None:
+        """End the thread when its bodies are done, or leave it to itself after this long."""
+        with self._changed:
+            self._is_closing = True
+            thread = self._thread
+            self._changed.notify()
+        if thread is not None:
+            thread.join(timeout_secs)
 
     def _is_inside(self) -> bool:
         return self._thread is threading.current_thread()
@@ -143,7 +156,8 @@ class BodyQueue:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                if not self._tasks and not self._changed.wait_for(lambda: self._tasks, _LINGER_SECS):
+                is_called = self._changed.wait_for(lambda: self._tasks or self._is_closing, _LINGER_SECS)
+                if not self._tasks and (self._is_closing or not is_called):
                     self._thread = None
                     return
                 task = self._tasks.popleft()
@@ -186,6 +200,21 @@ class BodyQueue:
             part.record_stream(stream)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
+
+
+_running: weakref.WeakSet[BodyQueue] = weakref.WeakSet()
+
+
+def _end_with_process(queue: BodyQueue) -> None:
+    # Python ends a thread that runs at its exit in the middle of torch's code, which aborts the process.
+    if not _running:
+        atexit.register(_close_all)
+    _running.add(queue)
+
+
+def _close_all() -> None:
+    for queue in list(_running):
+        queue.close(_CLOSE_SECS)
 
 
 _queues: weakref.WeakKeyDictionary[ProcessGroup, BodyQueue] = weakref.WeakKeyDictionary()
