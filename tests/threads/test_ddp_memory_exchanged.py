@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -121,6 +120,7 @@ def accumulated(model: DistributedDataParallel, rows: torch.Tensor) -> None:
         (model(rows).sum() * 0).backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # of a cycle between parameter and gradient
 @pytest.mark.parametrize("prepare", [user_made, accumulated])
 @on_ranks(2)
 def test_create_graph_on_top_of_gradients_gives_the_mean(prepare: Callable[..., None]) -> None:
@@ -128,8 +128,6 @@ def test_create_graph_on_top_of_gradients_gives_the_mean(prepare: Callable[..., 
     model = warmed_up(two_layers(), rows)
     model.zero_grad()
     prepare(model, rows)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a cycle between parameter and gradient
-        model(rows).sum().backward(create_graph=True)
+    model(rows).sum().backward(create_graph=True)
     assert_right(model, rows)
     model.zero_grad()

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.errors import StateError
 
 FEATURE = "ddp"
 
@@ -29,5 +30,9 @@ def is_lossy_safe(tensor: torch.Tensor) -> bool:
 
 
 def only_tensor(value: Any) -> torch.Tensor:
-    """What a hook's future brought: a tensor, or a list with one."""
-    return value if isinstance(value, torch.Tensor) else value[0]
+    """What a hook's future brought: a tensor, or a list with one. Raises for anything else."""
+    if isinstance(value, list | tuple) and len(value) == 1:  # type: ignore[arg-type]
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise StateError(f"a gradient hook's future must bring a tensor, it brought {type(value).__name__}.")
+    return value

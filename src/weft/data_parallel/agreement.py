@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from weft import comm
 from weft.comm.group import state_of
+from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.plan import MB, ParamSpec
 from weft.errors import DesyncError
 from weft.tensors import batch_by_dtype, copy_all
 
-FEATURE = "ddp"
 BROADCAST_BYTES = 250 * MB
 
 

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 
 from weft import comm
 from weft.comm.group import state_of
-from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launch_plain, wait_for
+from weft.comm_hooks.mean import FEATURE
+from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain, wait_for
 from weft.data_parallel.dense import DenseBucket
 from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
 from weft.data_parallel.sparse import SparseBucket

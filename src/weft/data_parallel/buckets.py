@@ -19,10 +19,9 @@ from weft import comm
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.in_order import is_busy, launch_in_order
+from weft.comm_hooks.mean import only_tensor
 from weft.data_parallel.plan import BucketPlan, ParamSpec
 from weft.errors import DesyncError, StateError
-
-FEATURE = "ddp"
 
 Handle = comm.Handle[torch.Tensor]
 Pending = Handle | Future[torch.Tensor]
@@ -129,7 +128,7 @@ def launch_plain(group: ProcessGroup, tensor: torch.Tensor, launch: Callable[[],
 
 def wait_for(pending: Pending) -> torch.Tensor:
     """What a launched collective, or a hook, brings."""
-    return pending.wait() if isinstance(pending, comm.Handle) else hook_result(pending)
+    return pending.wait() if isinstance(pending, comm.Handle) else only_tensor(pending.wait())
 
 
 def call_hook(reduction: Reduction, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -142,16 +141,6 @@ def call_hook(reduction: Reduction, bucket: GradBucket) -> Future[torch.Tensor]:
             f"but got {type(future).__name__}. Return comm.all_reduce(...).future(), or a Future that is set."
         )
     return cast("Future[torch.Tensor]", future)
-
-
-def hook_result(future: Future[Any]) -> torch.Tensor:
-    """The tensor that a hook's future brings; a list with one tensor will do."""
-    result: Any = future.wait()
-    if isinstance(result, list | tuple) and len(result) == 1:  # type: ignore[arg-type]
-        result = result[0]
-    if not isinstance(result, torch.Tensor):
-        raise StateError(f"a gradient hook's future must bring a tensor, it brought {type(result).__name__}.")
-    return result
 
 
 def _name(hook: GradHook) -> str:

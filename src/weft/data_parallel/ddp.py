@@ -6,6 +6,7 @@ reducer.py (in backward).
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from weft.data_parallel.arguments import (
 )
 from weft.data_parallel.copying import copy_wrapper, pickle_wrapper, unpickle_wrapper
 from weft.data_parallel.plan import resolve_caps
-from weft.data_parallel.precision import MixedPrecision, install_precision
+from weft.data_parallel.precision import MixedPrecision, cast_floating, install_precision
 from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
 from weft.errors import ConfigError, StateError, WeftError
@@ -126,15 +127,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.mixed_precision is None:
             running: AbstractContextManager[None] = nullcontext()
         else:
-            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+            cast = functools.partial(cast_floating, dtype=self.mixed_precision.param_dtype)
+            args, kwargs = map_tensors(cast, (args, kwargs))
             running = vars(self)["_precision_exchange"].running()
         with self._inside_forward(), running:
             output = self.module(*args, **kwargs)
         return self._replica.after_forward(output)
-
-    def _cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     @contextmanager
     def _inside_forward(self) -> Generator[None]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weft import comm
-from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launch_plain
+from weft.comm_hooks.mean import FEATURE
+from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain
 from weft.data_parallel.flat_gradients import FlatGradients, is_view_of_bucket
 from weft.data_parallel.plan import BucketPlan
 from weft.errors import InternalError, StateError

@@ -20,7 +20,7 @@ from torch import nn
 from weft import comm
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.in_order import launch_in_order
-from weft.data_parallel.buckets import FEATURE
+from weft.comm_hooks.mean import FEATURE, is_lossy_safe
 from weft.data_parallel.reducer import Reducer
 
 
@@ -31,10 +31,6 @@ class MixedPrecision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
-
-    def cast_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input in the forward's dtype."""
-        return _cast(tensor, self.param_dtype)
 
 
 class ParameterExchange:
@@ -74,7 +70,7 @@ class ParameterExchange:
         low: dict[int, torch.Tensor] = {}
         for owner, name, param in self._slots.get(module, ()):
             if id(param) not in low:
-                low[id(param)] = _cast(param, self._dtype)
+                low[id(param)] = cast_floating(param, self._dtype)
             owner[name] = low[id(param)]  # type: ignore[assignment]
             self._exchanged.append((owner, name, param))
 
@@ -126,7 +122,7 @@ def install_precision(
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and (f"{prefix}.{name}" if prefix else name) not in ignored:
-                child._buffers[name] = _cast(buffer, precision.buffer_dtype)
+                child._buffers[name] = cast_floating(buffer, precision.buffer_dtype)
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
     if reduce_dtype is not None and reducer.group.size() > 1:
         reducer.set_hook(_reduce_in_dtype, (reduce_dtype, weakref.ref(reducer)))
@@ -138,13 +134,10 @@ def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
     dtype, reducer = state[0], state[1]()
     group, divisor = reducer.group, reducer.find_divisor()  # which may be others than at the start
     buffer = bucket.buffer()
-    low = buffer / divisor if not _can_cast(buffer) else buffer.to(dtype).div_(divisor)
+    low = buffer / divisor if not is_lossy_safe(buffer) else buffer.to(dtype).div_(divisor)
     return launch_in_order(group, low, lambda: comm.all_reduce(low, group=group, feature=FEATURE))
 
 
-def _can_cast(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_floating_point()
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A real tensor in this dtype; others, and all where there is none, as they are."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

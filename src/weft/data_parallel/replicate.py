@@ -42,22 +42,22 @@ class ReplicatedModule(Joinable):
 
     def register_comm_hook(self, state: Any, hook: GradHook) -> None:
         """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
-        state_of(self).replica.register_hook(state, hook)
+        _replica_of(self).register_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """How this module is shadowed by ranks without inputs."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ReplicaJoinHook(state_of(self).replica)
+        return ReplicaJoinHook(_replica_of(self))
 
     @property
     def join_device(self) -> torch.device:
         """Where Join's own messages live."""
-        return state_of(self).replica.device
+        return _replica_of(self).device
 
     @property
     def join_process_group(self) -> ProcessGroup:
         """The group whose ranks join."""
-        return state_of(self).replica.group
+        return _replica_of(self).group
 
 
 class ReplicateState:
@@ -142,9 +142,13 @@ def replicate(
     return module
 
 
-def state_of(module: object) -> ReplicateState:
+def find_state(module: object) -> ReplicateState | None:
     """The state of a module that `replicate` was applied to; None for any other."""
     return attached(cast("nn.Module", module), FEATURE)
+
+
+def _replica_of(module: ReplicatedModule) -> Replica:
+    return attached(cast("nn.Module", module), FEATURE).replica
 
 
 def _ignored_names(module: nn.Module, ignored_modules: Iterable[nn.Module] | None) -> frozenset[str]:
@@ -215,4 +219,4 @@ _KNOWN = {
     "static_graph",
 }
 
-replicate.state = state_of  # type: ignore[attr-defined]
+replicate.state = find_state  # type: ignore[attr-defined]

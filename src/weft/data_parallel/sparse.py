@@ -8,7 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
-from weft.data_parallel.buckets import FEATURE, Bucket, Member, Reduction, launch_plain
+from weft.comm_hooks.mean import FEATURE
+from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain
 from weft.data_parallel.plan import BucketPlan
 from weft.errors import InternalError
 
