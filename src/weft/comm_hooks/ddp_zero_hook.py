@@ -23,7 +23,7 @@ import torch
 from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket, GradHook
-from weft.comm_hooks.mean import FEATURE, only_tensor
+from weft.comm_hooks.mean import FEATURE, settle
 from weft.errors import ConfigError
 
 
@@ -81,10 +81,8 @@ class _Stepper:
         """Update the parameters of the oldest buckets, and start sharing them."""
         while len(self._reducing) > num_left:
             reducing = self._reducing.pop(0)
-            mean = only_tensor(reducing.mean.wait())
-            if mean.data_ptr() != reducing.buffer.data_ptr() and mean.layout is torch.strided:
-                reducing.buffer.copy_(mean)
-            grads = reducing.grads if mean.layout is torch.strided else [mean]
+            mean = settle(reducing.mean.wait(), reducing.buffer)
+            grads = reducing.grads if mean is reducing.buffer else [mean]
             self._zero.step_bucket(reducing.params, grads)
             self._sharing += self._zero.launch_bucket_share(reducing.params, FEATURE)
 

@@ -29,6 +29,16 @@ def is_lossy_safe(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_floating_point()
 
 
+def settle(value: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """The bucket's buffer with what a hook's future brought in it; the mean itself where it is sparse."""
+    mean = only_tensor(value)
+    if mean.layout is not torch.strided:
+        return mean
+    if mean.data_ptr() != buffer.data_ptr():
+        buffer.copy_(mean)
+    return buffer
+
+
 def only_tensor(value: Any) -> torch.Tensor:
     """What a hook's future brought: a tensor, or a list with one. Raises for anything else."""
     if isinstance(value, list | tuple) and len(value) == 1:  # type: ignore[arg-type]

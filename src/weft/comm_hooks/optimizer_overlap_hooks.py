@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.in_order import launch_in_order
-from weft.comm_hooks.mean import launch_mean, only_tensor
+from weft.comm_hooks.mean import launch_mean, settle
 from weft.errors import ConfigError
 
 # torch's names, private there and so here.
@@ -71,7 +71,7 @@ def _hook_then_optimizer(hook: GradHook, optimizer_state: _OptimizerHookState) -
         params, buffer, grads = bucket.parameters(), bucket.buffer(), bucket.gradients()
 
         def step(mean: Future[Any]) -> torch.Tensor:
-            reduced = _settled(mean, buffer)
+            reduced = settle(mean.value(), buffer)
             found = grads if reduced is buffer else [reduced]
             for param, grad in zip(params, found, strict=True):
                 if wanted is None or param in wanted:
@@ -95,7 +95,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> GradHook:
         params, buffer, grads = bucket.parameters(), bucket.buffer(), bucket.gradients()
 
         def step(mean: Future[Any]) -> torch.Tensor:
-            reduced = _settled(mean, buffer)
+            reduced = settle(mean.value(), buffer)
             found = grads if reduced is buffer else [reduced]
             for param, grad in zip(params, found, strict=True):
                 optimizers = getattr(param, "_in_backward_optimizers", ())
@@ -118,13 +118,3 @@ def _group_of(state: Any) -> torch.distributed.ProcessGroup:
     if isinstance(state, torch.distributed.ProcessGroup):
         return state
     return state().process_group
-
-
-def _settled(mean: Future[Any], buffer: torch.Tensor) -> torch.Tensor:
-    """The bucket's buffer with the mean in it; the mean itself where it is sparse."""
-    value = only_tensor(mean.value())
-    if value.layout is not torch.strided:
-        return value
-    if value.data_ptr() != buffer.data_ptr():
-        buffer.copy_(value)
-    return buffer

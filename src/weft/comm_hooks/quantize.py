@@ -87,11 +87,9 @@ class TorchCodec:
     def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
         """Add the messages to the own chunk and write the mean."""
         chunk = self._plan.chunks[own.chunk]
-        num_peers = received.numel() // self._plan.message_bytes
         codes, scales = open_message(self._plan, own.message, 0, own.chunk, self._dtype)
-        opened = [
-            open_message(self._plan, received, place, own.chunk, self._dtype) for place in range(num_peers)
-        ]
+        opened = open_received(self._plan, received, own.chunk, self._dtype)
+        num_peers = len(opened)
         parts = [tensor.narrow(0, chunk.start, chunk.numel) for tensor in (values, own.out)]
         flats = [*parts, codes, *(peer_codes for peer_codes, _ in opened)]
         by_row = [scales, *(peer_scales for _, peer_scales in opened)]
@@ -128,6 +126,14 @@ def open_message(
     codes = messages.narrow(0, start, chunk.numel).view(dtype)
     scale_bytes = messages.narrow(0, start + plan.scales_start, SCALE_BYTES * chunk.num_rows)
     return codes, scale_bytes.view(torch.float32)
+
+
+def open_received(
+    plan: QuantizePlan, received: torch.Tensor, which: int, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The codes and the scales of one chunk as each peer sent it."""
+    num_peers = received.numel() // plan.message_bytes
+    return [open_message(plan, received, place, which, dtype) for place in range(num_peers)]
 
 
 def encode(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from weft.comm_hooks.quantize import LIMITS, TINY, Own, open_message
+from weft.comm_hooks.quantize import LIMITS, TINY, Own, open_message, open_received
 from weft.comm_hooks.quantize_plan import Chunk, QuantizePlan
 
 # Shorter rows are better worked on many at a time.
@@ -58,11 +58,9 @@ class RowCodec:
     def fold(self, values: torch.Tensor, received: torch.Tensor, own: Own, *, keeps_error: bool) -> None:
         """Add the messages to the own chunk and write the mean."""
         chunk = self._plan.chunks[own.chunk]
-        num_peers = received.numel() // self._plan.message_bytes
         codes, scales = open_message(self._plan, own.message, 0, own.chunk, self._dtype)
-        opened = [
-            open_message(self._plan, received, place, own.chunk, self._dtype) for place in range(num_peers)
-        ]
+        opened = open_received(self._plan, received, own.chunk, self._dtype)
+        num_peers = len(opened)
         by_row = zip(*(peer_scales.tolist() for _, peer_scales in opened), strict=True)
         parts = [tensor.narrow(0, chunk.start, chunk.numel) for tensor in (values, own.out)]
         written: list[float] = []

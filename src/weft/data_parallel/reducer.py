@@ -361,14 +361,14 @@ class Reducer:
 
     def _learn_order(self, step: Step) -> None:
         """Plan for the order in which gradients came, and listen to the last of each bucket."""
-        is_new = not self.has_rebuilt
-        arrivals = [self._index_of[id(param)] for param in self._listener.arrived] if is_new else []
-        if is_new:
+        is_late = step.num_early < len(self.buckets.buckets)
+        if self.has_rebuilt and not is_late and not step.streams.are_several:
+            return
+        arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
+        if not self.has_rebuilt:
             self.has_rebuilt = True
             device = self._message_device()
             self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
-        elif step.num_early < len(self.buckets.buckets):
-            arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
         if step.streams.are_several:
             self._listener.listen(range(len(self.members)))  # each must say on which it comes
         # A backward that nothing announces can be noticed by any parameter: then all must call.
