@@ -1,6 +1,6 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm, comm_hooks, join, optimizers
+from weft import comm, comm_hooks, fsdp, join, optimizers
 from weft.comm import Handle, desync_check, record
 from weft.comm_hooks import GradBucket
 from weft.data_parallel import DistributedDataParallel, replicate
@@ -13,40 +13,67 @@ from weft.errors import (
     LaunchTimeoutError,
     PeerError,
     PeerTimeoutError,
+    RefusedError,
     StateError,
     UnfitError,
+    UnsupportedError,
     WeftError,
+)
+from weft.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate_with_fsdp,
+    share_comm_ctx,
 )
 from weft.launcher import World, init, launch
 from weft.local import LocalGroup
 from weft.optimizers import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ConfigError",
     "ConfigTypeError",
+    "DataParallelMeshDims",
     "DesyncError",
     "DistributedDataParallel",
+    "FSDPModule",
     "GradBucket",
     "Handle",
     "InternalError",
     "LaunchError",
     "LaunchTimeoutError",
     "LocalGroup",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",
     "PostLocalSGDOptimizer",
+    "RefusedError",
     "StateError",
     "UnfitError",
+    "UnshardHandle",
+    "UnsupportedError",
     "WeftError",
     "World",
     "ZeroRedundancyOptimizer",
     "comm",
     "comm_hooks",
     "desync_check",
+    "fsdp",
+    "fully_shard",
     "init",
     "join",
     "launch",
     "optimizers",
     "record",
+    "register_fsdp_forward_method",
     "replicate",
+    "replicate_with_fsdp",
+    "share_comm_ctx",
 ]

@@ -3,7 +3,9 @@
     WeftError
     ├── ConfigError        an argument that can't work; nothing was changed     (ValueError)
     │   ├── ConfigTypeError    one of the wrong type                            (TypeError)
-    │   └── UnfitError         one that this module can't have, where torch says RuntimeError
+    │   ├── UnfitError         one that this module can't have, where torch says RuntimeError
+    │   ├── RefusedError       one that is refused, where torch asserts         (AssertionError)
+    │   └── UnsupportedError   one that could make sense, but is not there      (NotImplementedError)
     ├── StateError         a call at the wrong time: a closed group, say        (RuntimeError)
     ├── PeerError          another rank died, left or failed; names the ranks   (RuntimeError)
     │   ├── PeerTimeoutError   ranks that did not arrive in time                (TimeoutError)
@@ -35,6 +37,14 @@ class ConfigTypeError(ConfigError, TypeError):
 
 class UnfitError(ConfigError, RuntimeError):
     """An argument doesn't fit this module, or another argument. torch raises a RuntimeError for these."""
+
+
+class RefusedError(ConfigError, AssertionError):
+    """An argument is refused. torch raises an AssertionError for these."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """An argument asks for something that could make sense and is not there."""
 
 
 class StateError(WeftError, RuntimeError):

@@ -29,6 +29,8 @@ from weft.comm.objects import (
     scatter_object_list,
 )
 from weft.comm.record import Event, Events, record
+from weft.comm.rows import exchange_rows
+from weft.comm.spread import all_gather_spread, reduce_scatter_spread
 
 __all__ = [
     "Call",
@@ -41,6 +43,7 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_object",
+    "all_gather_spread",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -51,6 +54,7 @@ __all__ = [
     "broadcast_object_list",
     "desync_check",
     "exchange",
+    "exchange_rows",
     "gather",
     "gather_object",
     "install_desync_check",
@@ -59,6 +63,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_spread",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
     "remove_watcher",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weft.comm.call import Call, install_watcher, remove_watcher
+from weft.comm.call import Call, current_watchers, install_watcher, remove_watcher
 from weft.comm.group import state_of
 
 
@@ -90,8 +90,47 @@ class _Recorder:
             end_secs=end_secs,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-        with self._mutex:
-            self.events.append(event)
+        self.add(event)
+
+    def add(self, event: Event) -> None:
+        if self._rank is None or event.rank == self._rank:
+            with self._mutex:
+                self.events.append(event)
+
+
+def note(
+    op: str,
+    feature: str,
+    detail: str,
+    group: dist.ProcessGroup | None,
+    *,
+    bytes_in: int = 0,
+    bytes_out: int = 0,
+    start_secs: float | None = None,
+) -> None:
+    """Put an event that is no collective into the records under way: a reshard, say. It ends now."""
+    recorders = [watcher for watcher in current_watchers() if isinstance(watcher, _Recorder)]
+    if not recorders:
+        return
+    now = time.perf_counter()
+    state = None if group is None else state_of(group)
+    event = Event(
+        op=op,
+        feature=feature,
+        rank=dist.get_rank() if state is None else state.global_rank,
+        group="" if state is None else state.name,
+        group_size=1 if state is None else len(state.ranks),
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        dtype=None,
+        shapes=(),
+        detail=detail,
+        site="",
+        start_secs=now if start_secs is None else start_secs,
+        end_secs=now,
+    )
+    for recorder in recorders:
+        recorder.add(event)
 
 
 @contextmanager

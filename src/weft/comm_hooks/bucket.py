@@ -20,7 +20,7 @@ from weft.tensors import dense_strides
 class GradBucket:
     """Gradients that travel together, as one flat buffer (or one sparse tensor)."""
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters")
+    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters", "_wanted")
 
     def __init__(
         self,
@@ -30,12 +30,14 @@ class GradBucket:
         offsets: Sequence[int] | None = None,  # of each in the buffer; one after the other if None
         *,
         is_last: bool,
+        wanted: tuple[int, int] | None = None,
     ) -> None:
         self._index = index
         self._buffer = buffer
         self._parameters = parameters
         self._offsets = _packed(parameters) if offsets is None else offsets
         self._is_last = is_last
+        self._wanted = wanted
 
     def index(self) -> int:
         """The bucket's place in the order in which buckets are reduced, from 0."""
@@ -51,7 +53,22 @@ class GradBucket:
 
     def with_buffer(self, buffer: torch.Tensor) -> GradBucket:
         """The same bucket around another tensor of the same layout; this one stays as it is."""
-        return GradBucket(self._index, buffer, self._parameters, self._offsets, is_last=self._is_last)
+        return GradBucket(
+            self._index,
+            buffer,
+            self._parameters,
+            self._offsets,
+            is_last=self._is_last,
+            wanted=self._wanted,
+        )
+
+    def wanted(self) -> tuple[int, int] | None:
+        """Which of how many equal parts of the buffer this rank needs; None: all of it.
+
+        A sharded module needs its shard's part only: the i-th on the i-th of the ranks that it is sharded
+        over. A hook may leave the others as they are.
+        """
+        return self._wanted
 
     def gradients(self) -> list[torch.Tensor]:
         """Each parameter's gradient, as a view of the buffer in the parameter's shape.

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from weft import comm
 from weft.data_parallel.plan import BucketPlan, ParamSpec
-from weft.tensors import contiguous_strides, copy_all, view_in
+from weft.tensors import contiguous_strides, copy_all, use_count, view_in
 
 # From here on a gradient is scaled while it is copied; smaller ones are copied as a batch, then scaled.
 LARGE_NUMEL = 16 * 1024
@@ -55,7 +55,7 @@ class FlatGradients:
         self._runs = _find_runs(self.payload, plan.offsets, specs)
         self._on_cpu = plan.device.type == "cpu"
         self._pointers = self._find_pointers()
-        self._fresh_counts = (self._count_names(), _use_count(self.flat))
+        self._fresh_counts = (self._count_names(), use_count(self.flat))
 
     # Who holds it
 
@@ -66,7 +66,7 @@ class FlatGradients:
     def is_kept(self, grads: Grads) -> bool:
         """Whether the user still holds gradients of an earlier step, which shall keep their values."""
         fresh_names, fresh_uses = self._fresh_counts
-        if _use_count(self.flat) > fresh_uses:
+        if use_count(self.flat) > fresh_uses:
             return True
         if self._count_names() == fresh_names:
             return False
@@ -174,8 +174,3 @@ def _find_runs(payload: torch.Tensor, offsets: Sequence[int], specs: Sequence[Pa
             )
         start = stop + 1
     return runs
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    """How many tensors share this one's memory. The one use of a private name, `_storage_Use_Count`."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

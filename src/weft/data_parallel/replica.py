@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from weft.autograd import current_backward, unseen_by_autograd
 from weft.comm_hooks.bucket import GradHook
+from weft.comm_hooks.hook_check import check_hook
 from weft.data_parallel.agreement import broadcast_tensors, check_same_model, find_last
-from weft.data_parallel.hook_check import check_hook
 from weft.data_parallel.module_parts import find_parts
 from weft.data_parallel.plan import BucketCaps
 from weft.data_parallel.reducer import Reducer

@@ -189,8 +189,18 @@ def _resolve(
         looks_for_unused=kwargs.get("find_unused_parameters", False),
         keeps_buffers=kwargs.get("gradient_as_bucket_view", False),
         is_static=kwargs.get("static_graph", False),
-        device=_resolve_device(module, device_id),
+        device=_resolve_device(module, device_id if device_id is not None else _only_id(kwargs)),
     )
+
+
+def _only_id(kwargs: dict[str, Any]) -> int | torch.device | None:
+    """What DistributedDataParallel's way to say it comes to: a list with one device."""
+    ids: Any = kwargs.get("device_ids")
+    if ids is None:
+        return None
+    if len(ids) != 1:
+        raise UnfitError(f"replicate: device_ids must be None or a list with one device, got {ids}.")
+    return ids[0]
 
 
 def _resolve_device(module: nn.Module, device_id: int | torch.device | None) -> torch.device | None:
@@ -210,6 +220,7 @@ _KNOWN = {
     "bucket_cap_mb_list",
     "broadcast_buffers",
     "delay_all_reduce_named_params",
+    "device_ids",
     "find_unused_parameters",
     "forward_sync_buffers",
     "gradient_as_bucket_view",

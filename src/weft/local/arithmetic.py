@@ -88,7 +88,10 @@ class Fold:
         """End the running result: the division of an average."""
         if self.divisor != 1:
             if accumulator.is_floating_point() or accumulator.is_complex():
-                accumulator.div_(self.divisor)
+                if self.divisor & (self.divisor - 1) == 0:
+                    accumulator.mul_(1 / self.divisor)  # the same bits, in half the time
+                else:
+                    accumulator.div_(self.divisor)
             else:
                 accumulator.div_(self.divisor, rounding_mode="trunc")
 

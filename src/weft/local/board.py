@@ -129,7 +129,8 @@ class Board:
         # Views cost a microsecond each, so they are made once.
         view = self._inline_views.get((rank, slot, dtype))
         if view is None:
-            view = self._inline_views[rank, slot, dtype] = self._inline[rank, slot].view(dtype)
+            with torch.inference_mode(False):  # it outlives the caller's inference mode
+                view = self._inline_views[rank, slot, dtype] = self._inline[rank, slot].view(dtype)
         return view
 
     def _word(self, rank: int, at: int) -> ctypes.c_void_p:

@@ -24,6 +24,9 @@ class Op(IntEnum):
     ALL_REDUCE_SPARSE = auto()
     SEND = auto()
     RECV = auto()
+    EXCHANGE_ROWS = auto()
+    ALL_GATHER_SPREAD = auto()
+    REDUCE_SCATTER_SPREAD = auto()
 
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(

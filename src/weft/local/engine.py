@@ -22,6 +22,7 @@ from weft.local.move import Movements
 from weft.local.reduce import Reductions
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment
+from weft.local.spread_moves import Spreading
 from weft.local.work import LocalWork
 
 
@@ -49,6 +50,7 @@ class Engine:
         self.mailbox = Mailbox(rings, self._meeting, self._segments)
         memory = CpuMemory(self._board, roster, self._segments, is_direct=is_direct)
         self.cpu = Device(memory, Reductions(self._meeting, memory), Movements(self._meeting, memory, memory))
+        self.spreading = Spreading(self._meeting, memory, self.cpu.reductions)
         self._gpus: dict[torch.device, Device] = {}
         self._board.set_state(RankState.OPEN)
 

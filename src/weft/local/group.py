@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.local import arguments
+from weft.local import arguments, spread
 from weft.local.arithmetic import plan_fold, resolve_reduce_op, with_arithmetic
 from weft.local.calls import Op
 from weft.local.engine import Engine
@@ -386,6 +386,11 @@ class LocalGroup(dist.ProcessGroup):
 
     def _check_whole(self, whole: torch.Tensor, part: torch.Tensor, op: Op) -> None:
         arguments.check_whole(whole, part, self.engine.size, op)
+
+    can_spread = spread.can_spread
+    all_gather_spread = spread.all_gather_spread
+    reduce_scatter_spread = spread.reduce_scatter_spread
+    exchange_rows = spread.exchange_rows
 
     # Before torch 2.13 c10d called these by other names.
     _allgather_base = all_gather_single

@@ -17,12 +17,19 @@ import platform
 import sys
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.errors import ConfigError, PeerError
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _EVERYONE = 2**31 - 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
+
+MOST_SPANS = 1024  # in one call, says the kernel
+_FEW_SPANS = 32
+Spans = npt.NDArray[np.uint64]  # a row each: address, number of bytes; as the kernel's iovec
 
 # x86 keeps one core's stores in order for every other core; elsewhere a fence is
 # needed between the data and the word that announces it.
@@ -139,6 +146,73 @@ class RemoteMemory:
                 )
             # The kernel moves at most 2 GiB a call and may stop short at a page.
             here, there, num_bytes = here + moved, there + moved, num_bytes - moved
+
+    def read_into_spans(self, here: Spans, there: int) -> None:
+        """Copy from the peer's address `there` on, one span of ours after another."""
+        for start in range(0, len(here), MOST_SPANS):
+            part = here[start : start + MOST_SPANS]
+            num_bytes = int(part[:, 1].sum())
+            self.read_spans(part, np.array([[there, num_bytes]], dtype=np.uint64))
+            there += num_bytes
+
+    def read_spans(self, here: Spans, there: Spans) -> None:
+        """Copy the peer's spans, one after another, to ours, one after another.
+
+        They hold equally many bytes, but may be cut otherwise; at most MOST_SPANS of each.
+        """
+        moved = _libc.process_vm_readv(
+            self._pid,
+            ctypes.c_void_p(here.ctypes.data),
+            ctypes.c_ulong(len(here)),
+            ctypes.c_void_p(there.ctypes.data),
+            ctypes.c_ulong(len(there)),
+            ctypes.c_ulong(0),
+        )
+        if moved != int(here[:, 1].sum()):  # stopped short, or refused: then this finds out why
+            self._read_one_by_one(here, there, max(moved, 0))
+
+    def _read_one_by_one(self, here: Spans, there: Spans, skipped: int) -> None:
+        """The same from byte `skipped` on."""
+        sources = iter(there.tolist())
+        source = left = 0
+        for target, num_bytes in here.tolist():
+            while num_bytes:
+                if not left:
+                    source, left = next(sources)
+                    continue
+                step = min(num_bytes, left)
+                done = min(skipped, step)
+                if done < step:
+                    self.read(target + done, source + done, step - done)
+                skipped -= done
+                target, num_bytes = target + step, num_bytes - step
+                source, left = source + step, left - step
+
+
+class OwnMemory(RemoteMemory):
+    """This process's memory in the place of another's: of sister threads, or mapped from a peer.
+
+    Any number of threads may use it at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(os.getpid(), -1)
+
+    def read(self, here: int, there: int, num_bytes: int) -> None:
+        """Copy within this process."""
+        ctypes.memmove(here, there, num_bytes)
+
+    def read_spans(self, here: Spans, there: Spans) -> None:
+        """Copy within this process, spans to spans."""
+        # Many copies cost more than one call of the kernel. Where it refuses, they stand in for it.
+        if len(here) <= _FEW_SPANS:
+            self._read_one_by_one(here, there, 0)
+        else:
+            self._pid = ctypes.c_int(os.getpid())  # a forked child means its own memory, not its parent's
+            super().read_spans(here, there)
+
+
+OWN_MEMORY = OwnMemory()
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> bool:

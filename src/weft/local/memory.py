@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind
-from weft.local.kernel import RemoteMemory
+from weft.local.kernel import OWN_MEMORY, RemoteMemory
 from weft.local.roster import Roster
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
 from weft.local.windows import RemoteWindow, Scratch, TensorWindow, Window
@@ -92,7 +92,7 @@ class CpuMemory:
     def __init__(self, board: Board, roster: Roster, segments: MappedSegments, *, is_direct: bool) -> None:
         self._board = board
         self._roster = roster
-        self._is_direct = is_direct  # every rank may read every other's memory
+        self.is_direct = is_direct  # every rank may read every other's memory
         self.scratch = Scratch(torch.device("cpu"))
         self._mapped = segments
         self._remote = [RemoteMemory(member.pid, member.global_rank) for member in roster.members]
@@ -135,7 +135,7 @@ class CpuMemory:
             # An entry goes just after its memory: another tensor may lie there for a moment.
             if name is not None and storage.nbytes() == name.num_bytes:
                 return segment_place(name, address - base)
-        if self._is_direct and not _is_pinned(tensor):
+        if self.is_direct and not is_pinned(tensor):
             return Place(PlaceKind.ADDRESS, start=address)
         staging = self._staging_of(num_bytes)
         copy_around(staging.tensor[:num_bytes].view(tensor.dtype), tensor, own)
@@ -169,6 +169,10 @@ class CpuMemory:
             return RemoteWindow(self._remote[peer], place.start, dtype, self.scratch)
         return TensorWindow(shared[:num_bytes].view(dtype))
 
+    def reach(self, peer: int) -> RemoteMemory:
+        """The memory that the peer's addresses are of. For groups that are direct."""
+        return OWN_MEMORY if self._roster.members[peer].is_thread_here else self._remote[peer]
+
     def plan_share(self, numel: int, size: int, rank: int) -> Share:
         """An equal share for each rank."""
         return plan_share(numel, size, rank)
@@ -193,7 +197,7 @@ def _tell_freed(board: weakref.ref[Board], owner: int, segment_id: int) -> None:
         living.note_freed(segment_id)
 
 
-def _is_pinned(tensor: torch.Tensor) -> bool:
+def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether the CUDA driver owns the memory: the kernel then refuses to copy from it."""
     return torch.cuda.is_initialized() and tensor.is_pinned()
 

@@ -117,14 +117,16 @@ class Movements:
         size = self._meeting.size
         return [row[:size] for row in rows], [row[size:] for row in rows]
 
-    def exchange_counts(self, counts: Sequence[int], timeout_secs: float) -> list[list[int]]:
-        """Every rank's integers, by rank."""
+    def exchange_counts(
+        self, counts: Sequence[int], timeout_secs: float, op: Op = Op.ALL_TO_ALL
+    ) -> list[list[int]]:
+        """Every rank's integers, by rank, for a collective that needs them or for their own sake."""
         mine = torch.tensor(counts, dtype=torch.int64)
         if self._meeting.size == 1:
             return [list(counts)]
         outs = torch.empty(self._meeting.size, len(counts), dtype=torch.int64)
         outs[self._meeting.rank] = mine
-        call = Call(Op.ALL_TO_ALL, torch.int64, mine.numel())
+        call = Call(op, torch.int64, mine.numel())
         with self._meeting.meet(call, self._counts_memory, mine, timeout_secs) as round_:
             for out, window in zip(outs, round_.windows(mine.numel()), strict=True):
                 if window is not None:

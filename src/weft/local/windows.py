@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from weft.local.kernel import RemoteMemory
+from weft.local.kernel import OWN_MEMORY, RemoteMemory, Spans
 
 
 class Scratch:
@@ -74,6 +74,10 @@ class TensorWindow:
         """Copy the elements."""
         out.copy_(self._tensor[lo:hi])
 
+    def read_into_spans(self, spans: Spans) -> None:
+        """Copy the elements from the first on, one span of our memory after another."""
+        OWN_MEMORY.read_into_spans(spans, self._tensor.data_ptr())
+
     def write(self, lo: int, source: torch.Tensor) -> None:
         """Copy over the elements."""
         self._tensor[lo : lo + source.numel()].copy_(source)
@@ -105,6 +109,10 @@ class RemoteWindow:
     def read_into(self, lo: int, hi: int, out: torch.Tensor) -> None:
         """One copy, made by the kernel."""
         self._memory.read(out.data_ptr(), self._address + lo * self._itemsize, (hi - lo) * self._itemsize)
+
+    def read_into_spans(self, spans: Spans) -> None:
+        """Copy the elements from the first on, one span of our memory after another."""
+        self._memory.read_into_spans(spans, self._address)
 
     def write(self, lo: int, source: torch.Tensor) -> None:
         """One copy, made by the kernel."""

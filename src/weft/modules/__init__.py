@@ -1,5 +1,5 @@
 """What weft ties to a user's module: state by feature, and the class that bears its methods."""
 
-from weft.modules.attached import attach, attached, give_class, owners_below
+from weft.modules.attached import STATES_KEY, attach, attached, check_free, give_class, owners_below
 
-__all__ = ["attach", "attached", "give_class", "owners_below"]
+__all__ = ["STATES_KEY", "attach", "attached", "check_free", "give_class", "owners_below"]

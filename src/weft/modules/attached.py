@@ -7,34 +7,44 @@ so it lives as long as the module and is copied with it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from weft.errors import UnfitError
+from weft.errors import RefusedError, UnfitError
 
-_KEY = "_weft_states"
+STATES_KEY = "_weft_states"
 # A module belongs to one way of data parallel at most.
-_EXCLUSIVE = ("replicate", "fully_shard")
+_EXCLUSIVE = ("replicate", "fully_shard", "replicate_with_fsdp")
+# Where torch keeps what was applied to a module: its own tools look there.
+_TORCH_REGISTRY = "torch.distributed._composable.contract"
 
 
 def attached(module: nn.Module, feature: str) -> Any:
     """The feature's state of this module; None if it has none."""
-    return module.__dict__.get(_KEY, {}).get(feature)
+    return module.__dict__.get(STATES_KEY, {}).get(feature)
 
 
 def attach(module: nn.Module, feature: str, state: object) -> None:
     """Tie the state to the module. Raises if this feature, or one that excludes it, is there."""
     check_free(module, feature)
-    module.__dict__.setdefault(_KEY, {})[feature] = state
+    module.__dict__.setdefault(STATES_KEY, {})[feature] = state
+    contract = sys.modules.get(_TORCH_REGISTRY)  # not imported by weft; whoever asks it has
+    if contract is not None:
+        registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
+        registry[feature.removesuffix("_with_fsdp")] = contract.RegistryItem()
 
 
 def check_free(module: nn.Module, feature: str) -> None:
     """Raise if the module can't take this feature."""
     name = type(module).__name__
     if attached(module, feature) is not None:
-        raise UnfitError(f"{feature} was applied to this {name} already. Apply it once to each module.")
+        raise RefusedError(
+            f"{feature} was applied to this {name} already. Each distinct composable distributed API can only be "
+            "applied to a module once."
+        )
     for other in _EXCLUSIVE:
         if other != feature and (attached(module, other) is not None or _is_torchs(module, other)):
             raise UnfitError(
@@ -52,15 +62,19 @@ def owners_below(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def give_class(module: nn.Module, methods: type, prefix: str) -> None:
-    """Make the module an instance of its own class and of `methods`, named with the prefix."""
-    module.__class__ = _join_classes(type(module), methods, prefix)
+def give_class(module: nn.Module, methods: type, prefix: str, first: type | None = None) -> None:
+    """Make the module an instance of its own class and of `methods`, named with the prefix.
+
+    `first` comes before its own class, so that it can stand in for methods of nn.Module.
+    """
+    module.__class__ = _join_classes(type(module), methods, prefix, first)
 
 
 @functools.cache
-def _join_classes(own: type, methods: type, prefix: str) -> type:
-    # The own class first: an abstract one before it would change the layout of the object.
-    return type(f"{prefix}{own.__name__}", (own, methods), {"__module__": own.__module__})
+def _join_classes(own: type, methods: type, prefix: str, first: type | None) -> type:
+    # The own class before an abstract one, which would change the layout of the object.
+    bases = (own, methods) if first is None else (first, own, methods)
+    return type(f"{prefix}{own.__name__}", bases, {"__module__": own.__module__, "_weft_own_class": own})
 
 
 def _is_torchs(module: nn.Module, feature: str) -> bool:

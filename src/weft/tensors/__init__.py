@@ -6,11 +6,14 @@ from weft.tensors.flat import (
     copy_all,
     dense_strides,
     grads_of,
+    use_count,
     view_in,
 )
+from weft.tensors.spread import Spread, plan_spread
 from weft.tensors.tree import find_tensors, map_tensors
 
 __all__ = [
+    "Spread",
     "batch_by_dtype",
     "contiguous_strides",
     "copy_all",
@@ -18,5 +21,7 @@ __all__ = [
     "find_tensors",
     "grads_of",
     "map_tensors",
+    "plan_spread",
+    "use_count",
     "view_in",
 ]

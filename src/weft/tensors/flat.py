@@ -70,3 +70,8 @@ def batch_by_dtype(tensors: Iterable[torch.Tensor], limit_bytes: int) -> Iterato
         batches.setdefault(key, []).append(tensor)
         sizes[key] = sizes.get(key, 0) + num_bytes
     yield from batches.values()
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory. The one use of a private name, `_storage_Use_Count`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

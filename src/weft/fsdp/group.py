@@ -1,0 +1,301 @@
+"""A group of parameters that are gathered, freed and reduced together.
+
+It is sharded, whole, or (between forward and backward) sharded over a smaller mesh; its modules have the
+parameters that go with that. When it changes is the business of state.py; in which order it may use the network, of
+conductor.py, which calls `launch_gather` and `launch_reduce`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weft.comm.record import note
+from weft.fsdp.conductor import Conductor
+from weft.fsdp.extension import ExtendedParam
+from weft.fsdp.flat import FEATURE, FlatParams
+from weft.fsdp.mesh import DataMesh
+from weft.fsdp.param import ShardedParam
+from weft.fsdp.policy import MixedPrecisionPolicy
+from weft.fsdp.reduce import Batch, Reduction, gradient_batches
+from weft.fsdp.reductions import Reductions
+from weft.fsdp.settings import Settings
+from weft.fsdp.user_hooks import give_gradient
+
+
+class Shown(Enum):
+    """Which parameters the modules have."""
+
+    SHARDED = 0
+    WHOLE = 1
+    SMALL = 2
+
+
+class ParamGroup:
+    """What one call of fully_shard has put together."""
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        settings: Settings,
+        shard_device: torch.device,
+    ) -> None:
+        self.params = list(params)
+        self.data = data
+        self.policy = policy
+        self.settings = settings
+        self.shard_device = shard_device
+        self.index = 0  # among the groups of its mesh
+        self.name = "root"  # of its module, from the root
+        self.conductor = Conductor(data, [self], lambda: None)
+        self.reductions = Reductions()
+        self.shown = Shown.SHARDED
+        self._parts: list[FlatParams | ExtendedParam] = []
+        self._is_pending = False
+        self._is_small_everywhere = False  # agreed with all ranks: they gather from there
+        self._served: list[Any] = []
+        self._versions: list[int] = []
+        self._batches: list[Batch] = []
+        self._undecided: list[tuple[ShardedParam, DTensor]] = []
+        self.used = 0  # a bit for each parameter that this rank has had a gradient for in this backward
+
+    # Memory
+
+    def prepare(self) -> None:
+        """Make the flat buffers, or make them anew where parameters have changed their dtype or their device."""
+        for param in self.params:
+            param.take_replaced()
+        if any(param.local.is_meta for param in self.params):
+            return
+        if not self._parts or not all(part.fits() for part in self._parts):
+            self._build()
+
+    def _build(self) -> None:
+        self._parts = []
+        self._batches = []
+        plain: list[ShardedParam] = []
+        for param in self.params:
+            param.whole = None
+            if param.is_extended:
+                self._parts.append(ExtendedParam(param, self.data, self.policy))
+            else:
+                plain.append(param)
+        if plain:
+            self._parts.append(FlatParams(plain, self.data, self.policy, self.settings))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has anything to do with these parameters."""
+        return self.data.shard_size * self.data.replicate_size == 1
+
+    @property
+    def is_unused_ahead(self) -> bool:
+        """Whether it was gathered for other ranks, or for nobody."""
+        return self._is_pending
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameters."""
+        return sum(part.num_bytes for part in self._parts)
+
+    # Gathering
+
+    def need_whole(self) -> None:
+        """Return when the modules have whole parameters. Those that the plan has next are on their way then."""
+        if self.shown is Shown.WHOLE and self._is_stale():
+            self.reshard()
+        if self.shown is Shown.WHOLE or self._is_pending:
+            self.conductor.found_ready(self.index)
+        else:
+            self.start_whole()
+        self.finish_whole()
+
+    def start_whole(self) -> None:
+        """Start to gather, unless that is under way or done."""
+        if self.shown is Shown.WHOLE or self._is_pending:
+            return
+        if self.data.shard_size == 1:
+            self.launch_gather()  # no other rank is concerned
+        else:
+            self.conductor.gather(self.index)
+
+    def launch_gather(self) -> None:
+        """Start to gather, or help others to. Called in the same order on all ranks."""
+        if self.shown is Shown.SHARDED and not self._is_pending:
+            self.prepare()
+        if self.shown is Shown.WHOLE or self._is_pending:
+            self._served += [part.serve_gather(self.name) for part in self._parts]
+            return
+        self._start_secs = time.perf_counter()
+        for part in self._parts:
+            part.launch_gather(self.name, from_small=self._is_small_everywhere)
+        self._is_pending, self._is_small_everywhere = True, False
+
+    def finish_whole(self) -> None:
+        """Wait for the gathering under way, and give the modules whole parameters."""
+        self._finish_served()
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        for part in self._parts:
+            part.finish_gather()
+        for param in self.params:
+            param.show_whole()
+        self.shown = Shown.WHOLE
+        self._versions = self._find_versions()
+        note(
+            "unshard",
+            FEATURE,
+            self.name,
+            self.data.shard_group,
+            bytes_out=self.num_bytes,
+            start_secs=self._start_secs,
+        )
+
+    def _finish_served(self) -> None:
+        served, self._served = self._served, []
+        for handle in served:
+            if handle is not None:
+                handle.wait()
+
+    def _find_versions(self) -> list[int]:
+        return [param.sharded._version + param.local._version for param in self.params]
+
+    def _is_stale(self) -> bool:
+        """Whether the sharded parameters were changed since the whole ones were gathered from them."""
+        return self._versions != self._find_versions()
+
+    def reshard(self) -> None:
+        """Give the modules sharded parameters, and the memory of the whole ones back."""
+        self._finish_served()
+        if self._is_pending:  # nobody needs it any more
+            self._is_pending = False
+            for part in self._parts:
+                part.drop_gather()
+        elif self.shown is Shown.SHARDED:
+            return
+        for param in self.params:
+            param.show_sharded()
+        for part in self._parts:
+            part.free()
+        self.shown = Shown.SHARDED
+        self._is_small_everywhere = False
+        note("reshard", FEATURE, self.name, self.data.shard_group, bytes_in=self.num_bytes)
+
+    def reshard_after_forward(self) -> None:
+        """What the settings say for after forward."""
+        small = self.settings.after_forward
+        if small is None:
+            return
+        if small is self.data:
+            self.reshard()
+        elif self.shown is Shown.WHOLE or self._is_pending:
+            self.finish_whole()
+            for part in self._parts:
+                part.shrink(small)
+            self.shown = Shown.SMALL
+            note("reshard", FEATURE, self.name, small.shard_group, bytes_in=self.num_bytes)
+
+    def settle_small(self, is_everywhere: bool) -> None:
+        """After a forward of all ranks: whether every one of them has this group on the smaller mesh."""
+        if self._is_pending and is_everywhere:
+            self.reshard_after_forward()  # gathered for others once more, after this rank was there
+        elif self._is_pending or (self.shown is Shown.SMALL and not is_everywhere):
+            self.reshard()
+        self._is_small_everywhere = is_everywhere
+
+    # Reducing
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return any(param.has_gradient for param in self.params)
+
+    def accumulate(self) -> None:
+        """Keep the gradients of a backward that doesn't reduce."""
+        for param in self.params:
+            param.accumulate(param.reduce_dtype(self.policy))
+
+    @torch.no_grad()
+    def launch_reduce(self) -> None:
+        """Start to reduce the gradients that are here, or help others to. In the same order on all ranks."""
+        if self.is_alone and self.settings.comm_hook is None and self.settings.all_reduce_hook is None:
+            self._keep_own_gradients()
+            return
+        for number, batch in enumerate(self._find_batches()):
+            grads = [param.take_gradient() for param in batch.params]
+            for param, grad in zip(batch.params, grads, strict=True):
+                if grad is not None:
+                    self.used |= 1 << param.bit
+            self.reductions.add(self, Reduction(batch, grads, self.name, self.index * 8 + number))
+
+    def _find_batches(self) -> list[Batch]:
+        wanted = gradient_batches(self.params, lambda param: param.reduce_dtype(self.policy))
+        if len(wanted) != len(self._batches) or not all(
+            batch.is_for(params) for batch, params in zip(self._batches, wanted, strict=True)
+        ):
+            self._batches = [
+                Batch(params, self.data, params[0].reduce_dtype(self.policy), self.settings)
+                for params in wanted
+            ]
+        return self._batches
+
+    def _keep_own_gradients(self) -> None:
+        """A single rank's gradients are the mean already."""
+        factor = self.settings.divide_factor
+        for param in self.params:
+            grad = param.take_gradient()
+            if grad is None:
+                if self.settings.reduces_unused and param.sharded.requires_grad:
+                    grad = torch.zeros(param.local_shape, dtype=param.dtype, device=param.local.device)
+                else:
+                    continue
+            if factor is not None:
+                grad.div_(factor)
+            grad = grad.to(param.local.device, param.dtype)
+            give_gradient(param, _wrapped(param, grad))
+        note("reduce", FEATURE, self.name, None)
+
+    def deliver(self, param: ShardedParam, grad: DTensor | None, had: bool) -> None:
+        """A parameter's mean is there; None: it was added to the gradient. `had`: this rank had a part in it."""
+        if had or self.settings.reduces_unused:
+            give_gradient(param, grad)
+        elif grad is not None:
+            self._undecided.append((param, grad))
+
+    def decide(self, used_somewhere: int) -> None:
+        """Now it is known which parameters some rank has used: those get the mean, the others nothing."""
+        undecided, self._undecided = self._undecided, []
+        for param, grad in undecided:
+            if used_somewhere >> param.bit & 1:
+                give_gradient(param, grad)
+        self.used = 0
+
+    def forget_step(self) -> None:
+        """Drop everything that an exception has left unfinished, gradients included."""
+        self._undecided.clear()
+        self.used = 0
+        for batch in self._batches:
+            batch.partial, batch.partial_had = None, 0
+        for param in self.params:
+            param.drop_gradients()
+        self.reshard()
+
+
+def _wrapped(param: ShardedParam, grad: torch.Tensor) -> DTensor:
+    """The gradient as a DTensor: last step's, unless somebody still has that."""
+    wrapper = param.grad_wrapper
+    # Two names: the attribute and the argument. The parameter's own `.grad` is none of Python's.
+    if wrapper is not None and param.sharded.grad is None and sys.getrefcount(wrapper) <= 3:
+        wrapper._local_tensor = grad
+        return wrapper
+    param.grad_wrapper = wrapper = param.wrap_gradient(grad)
+    return wrapper

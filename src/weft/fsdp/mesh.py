@@ -1,0 +1,290 @@
+"""Which ranks share a module's data-parallel work: a user's mesh, or none, to groups.
+
+Invariant: a DataMesh is made of meshes and groups that every rank in them made alike, in the same order.
+What a parameter looks like on such a mesh is placement.py's.
+
+Private torch names, here only: `DeviceMesh._flatten` (several axes as one), `DeviceMesh._concatenate` (axes
+of one root mesh side by side).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.errors import ConfigError, InternalError, RefusedError, UnfitError
+from weft.fsdp.default_mesh import default_mesh
+from weft.fsdp.policy import DataParallelMeshDims
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """The ranks that share a module's data-parallel work.
+
+    It is sharded over some of them, and others hold the same shard.
+    """
+
+    mesh: DeviceMesh  # 1-D (shard or replicate) or 2-D (replicate, shard)
+    shard_group: dist.ProcessGroup | None  # None: nothing is sharded
+    replicate_group: dist.ProcessGroup | None  # None: no other rank holds the same shard
+    dims: DataParallelMeshDims | None = None  # given: `spmd_mesh` is the mesh of the parameters' DTensors
+    spmd_mesh: DeviceMesh | None = None
+    _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict[DeviceMesh, DeviceMesh], repr=False)
+
+    @cached_property
+    def shard_size(self) -> int:
+        """How many ranks a parameter is split over."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @cached_property
+    def shard_rank(self) -> int:
+        """Which of the shards is this rank's."""
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
+    @cached_property
+    def replicate_size(self) -> int:
+        """How many ranks hold the same shard."""
+        return 1 if self.replicate_group is None else self.replicate_group.size()
+
+    @cached_property
+    def replicate_rank(self) -> int:
+        """Which of the ranks with this shard is this one."""
+        return 0 if self.replicate_group is None else self.replicate_group.rank()
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank works: the CPU, or the device that was current when first asked."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    @cached_property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that there are, the shards' first."""
+        return [group for group in (self.shard_group, self.replicate_group) if group is not None]
+
+    @cached_property
+    def other_axes(self) -> tuple[list[int], list[int]]:
+        """The axes of `spmd_mesh` that don't share data: left of the first shard axis, and right of it."""
+        if self.dims is None or self.spmd_mesh is None or not self.dims.shard_names:
+            raise InternalError("this data mesh has no named shard axes")
+        names = self.spmd_mesh.mesh_dim_names or ()
+        first = names.index(self.dims.shard_names[0])
+        own = {*self.dims.shard_names, *self.dims.replicate_names}
+        others = [axis for axis, name in enumerate(names) if name not in own]
+        return [axis for axis in others if axis < first], [axis for axis in others if axis > first]
+
+    @cached_property
+    def flattened_mesh(self) -> DeviceMesh:
+        """`spmd_mesh` with this mesh for its data-parallel axes, where the first shard axis was."""
+        left, right = self.other_axes
+        spmd_mesh = cast(DeviceMesh, self.spmd_mesh)
+        names = spmd_mesh.mesh_dim_names or ()
+        axes = [spmd_mesh[names[axis]] for axis in left], [spmd_mesh[names[axis]] for axis in right]
+        return join_axes([*axes[0], self.mesh, *axes[1]])
+
+    def joined_with(self, other: DeviceMesh) -> DeviceMesh:
+        """This mesh's axes and then those of `other`: the mesh of parameters that are sharded over both.
+
+        Raises UnfitError where they are not named axes of one mesh.
+        """
+        joined = self._joined.get(other)
+        if joined is None:
+            joined = self._joined[other] = join_axes([self.mesh, other])
+        return joined
+
+
+def resolve_mesh(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None, *, replicate_only: bool = False
+) -> DataMesh:
+    """The ranks that a user means: by default the whole world, on the accelerator where there is one.
+
+    `dims` names the axes of `mesh` that share data, where parameters are DTensors on all of it. Without
+    it a mesh of one axis shards, one of two replicates over the first and shards over the second.
+    `replicate_only` is for replicate_with_fsdp: one axis, nothing sharded.
+
+    Every rank of the mesh must call it, since it may make groups. Raises ConfigError for meshes that
+    can't be used, StateError where no world is there.
+    """
+    if mesh is None:
+        mesh = default_mesh("replicate" if replicate_only else None)
+    check_mesh(mesh, dims, replicate_only=replicate_only)
+    if dims is not None:
+        return _resolve_named(mesh, dims)
+    if replicate_only:
+        return DataMesh(mesh, None, mesh.get_group(0))
+    if mesh.ndim == 1:
+        return DataMesh(mesh, mesh.get_group(0), None)
+    return DataMesh(mesh, mesh.get_group(1), mesh.get_group(0))
+
+
+def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, *, replicate_only: bool) -> None:
+    """Raise ConfigError for a mesh that fully_shard, or replicate_with_fsdp, can't work with."""
+    if dims is not None:
+        _check_names(mesh, dims, replicate_only=replicate_only)
+    elif replicate_only and mesh.ndim != 1:
+        raise ConfigError(
+            f"replicate expects a 1D DeviceMesh but got {mesh}. Give it one axis, mesh['name'], or name the "
+            "axes in DataParallelMeshDims(replicate=...) where the parameters are DTensors on the whole mesh."
+        )
+    elif mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Give it the axes that share data, as "
+            "mesh['replicate', 'shard'], or name them in dp_mesh_dims."
+        )
+    elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise RefusedError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified: "
+            f"init_device_mesh('{mesh.device_type}', {tuple(mesh.shape)}, mesh_dim_names=('replicate', "
+            "'shard'))."
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in {mesh}; only its ranks may call fully_shard with it. Call it "
+            "on those alone, or make a mesh that has all ranks."
+        )
+
+
+def smaller_mesh(data: DataMesh, reshard_after_forward: bool | int) -> DataMesh | None:
+    """What parameters are sharded over between forward and backward; None if they stay whole.
+
+    True is all of `data`. A number n is groups of n neighbours: every rank of `data` must call it alike, for
+    it makes those groups, once for each n. Raises ConfigError for an n that doesn't divide the shard group.
+    """
+    size = reshard_after_forward
+    if not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
+        raise ConfigError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {size}"
+        )
+    if isinstance(size, bool):
+        return data if size else None
+    if size < 1 or data.shard_size % size:
+        raise ConfigError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{data.shard_size}, not {size}: parameters are sharded over {data.shard_size} ranks."
+        )
+    if size == 1:
+        _warn_of_one()
+        return None
+    if size == data.shard_size:
+        return data
+    return _neighbours(data, size)
+
+
+def join_axes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The axes of several meshes as one mesh. Raises UnfitError unless all are named axes of one mesh."""
+    unnamed = [mesh for mesh in meshes if mesh.mesh_dim_names is None]
+    if unnamed:
+        raise UnfitError(
+            f"the axes of {unnamed[0]} have no names, and it is to be one mesh with {meshes[-1]}. Make one "
+            "mesh with init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and take mesh['dp'] and "
+            "mesh['tp'] from it."
+        )
+    concatenate = cast("Callable[[list[DeviceMesh]], DeviceMesh]", cast(Any, DeviceMesh)._concatenate)
+    try:
+        return concatenate(list(meshes))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UnfitError(
+            f"{' and '.join(map(str, meshes))} can't be one mesh: {error}. Make one mesh with "
+            "init_device_mesh that has all the axes, and take each of these from it, as mesh['dp'] and "
+            "mesh['tp']."
+        ) from error
+
+
+def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims, *, replicate_only: bool) -> None:
+    if not (dims.shard_names or dims.replicate_names):
+        raise ConfigError("At least one of shard or replicate must be set in dp_mesh_dims; both are empty.")
+    if replicate_only and dims.shard_names:
+        raise ConfigError(
+            "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() "
+            f"for sharding. It was given shard={dims.shard!r}."
+        )
+    if mesh.mesh_dim_names is None:
+        raise ConfigError(
+            f"mesh must have mesh_dim_names when dp_mesh_dims is provided, and {mesh} has none. Give them to "
+            "init_device_mesh."
+        )
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ConfigError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}. "
+                "dp_mesh_dims may name those only."
+            )
+    for names in (dims.shard_names, dims.replicate_names):
+        if list(names) != sorted(set(names), key=mesh.mesh_dim_names.index):
+            raise ConfigError(
+                f"dp_mesh_dims names the axes {names}; several that act as one must stand in the mesh's "
+                f"order, {mesh.mesh_dim_names}, each once."
+            )
+    if both := set(dims.shard_names) & set(dims.replicate_names):
+        raise ConfigError(
+            f"dp_mesh_dims names {sorted(both)} both as shard and as replicate; choose one for each."
+        )
+
+
+def _resolve_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+    shard = _as_one_axis(mesh, dims.shard_names)
+    replicate = _as_one_axis(mesh, dims.replicate_names)
+    if replicate is None:
+        assert shard is not None  # check_mesh saw that one of them has names
+        return DataMesh(shard, shard.get_group(0), None, dims, mesh)
+    if shard is None:
+        return DataMesh(replicate, None, replicate.get_group(0), dims, mesh)
+    both = join_axes([replicate, shard])
+    return DataMesh(both, shard.get_group(0), replicate.get_group(0), dims, mesh)
+
+
+def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    if not names:
+        return None
+    if len(names) == 1:
+        return mesh[names[0]] if mesh.ndim > 1 else mesh
+    return mesh[names]._flatten("_".join(names))
+
+
+@cache  # once a process
+def _warn_of_one() -> None:
+    logger.warning(
+        "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
+        "reshard_after_forward=True (bool). They stay whole after forward: say False if you mean it."
+    )
+
+
+# By shard group, then by size and ranks. Groups take memory and connections, and a model asks once a layer.
+_neighbour_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataMesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _neighbours(data: DataMesh, size: int) -> DataMesh:
+    assert data.shard_group is not None  # its size has a factor
+    made = _neighbour_meshes.setdefault(data.shard_group, {})
+    ranks = data.mesh.mesh.reshape(-1, size)
+    key = (data.mesh.device_type, size, tuple(ranks.flatten().tolist()))
+    if key not in made:
+        mesh = _make_mesh(data.mesh.device_type, ranks)
+        made[key] = DataMesh(mesh, mesh.get_group(1), mesh.get_group(0))
+    return made[key]
+
+
+def _make_mesh(kind: str, ranks: torch.Tensor) -> DeviceMesh:
+    names = ("replicate", "shard")
+    if ranks.numel() == dist.get_world_size():
+        return DeviceMesh(kind, ranks, mesh_dim_names=names)
+    # Ranks outside have a mesh of their own to make at this moment: the groups' names must tell them apart.
+    row, column = (int(index) for index in (ranks == dist.get_rank()).nonzero()[0])
+    members = ranks[:, column].tolist(), ranks[row].tolist()
+    groups = [dist.new_group(group, use_local_synchronization=True) for group in members]
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]

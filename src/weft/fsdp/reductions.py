@@ -1,0 +1,51 @@
+"""The reductions under way in a backward, in the order in which they were launched.
+
+Two are under way at most: memory for gradients is given back as backward goes on, and the one before last has had
+the time of a layer to arrive.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.comm.record import note
+
+if TYPE_CHECKING:
+    from weft.fsdp.group import ParamGroup
+    from weft.fsdp.reduce import Reduction
+
+_MOST = 2
+
+
+class Reductions:
+    """A queue of them, for all groups of a model."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[ParamGroup, Reduction]] = []
+        self.mean_scale = 1.0  # of gradients, where ranks have run out of inputs
+
+    def add(self, group: ParamGroup, reduction: Reduction) -> None:
+        """One more was launched."""
+        if self._queue:
+            self._queue[-1][1].start_replicas()
+        self._queue.append((group, reduction))
+        while len(self._queue) > _MOST:
+            self._finish_first()
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        if self._queue:
+            self._queue[-1][1].start_replicas()
+        while self._queue:
+            self._finish_first()
+
+    def drop(self) -> None:
+        """Wait for all of them and forget what came of it."""
+        queue, self._queue = self._queue, []
+        for _, reduction in queue:
+            reduction.drop()
+
+    def _finish_first(self) -> None:
+        group, reduction = self._queue.pop(0)
+        reduction.finish(group.deliver, self.mean_scale)
+        note("reduce", "fsdp", group.name, group.data.shard_group or group.data.replicate_group)

@@ -1,0 +1,272 @@
+"""What fully_shard ties to a module: its groups of parameters, and the hooks that gather and reduce them.
+
+Before a module's forward its parameters become whole; after it they are freed, unless settings say otherwise. Its
+outputs tell when backward comes to it: they become whole again. Its inputs tell when backward leaves it: its
+gradients are reduced and the parameters freed. What autograd didn't tell is done at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.autograd import current_backward
+from weft.fsdp.group import ParamGroup, Shown
+from weft.fsdp.policy import MixedPrecisionPolicy
+from weft.fsdp.tree import Tree, plant_tree
+from weft.tensors import find_tensors, map_tensors
+
+
+class ModuleState:
+    """The state of one module, or of several that were given as a list."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParamGroup],
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        *,
+        keeps_root_whole: bool,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.groups = list(groups)
+        self.policy = policy
+        self.device = device
+        self.keeps_root_whole = keeps_root_whole  # nothing was said about reshard_after_forward
+        self.tree: Tree | None = None
+        self.is_root: bool | None = None
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Hang the hooks on the modules."""
+        for module in self.modules:
+            self._handles += [
+                module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after_forward),
+            ]
+        for group in self.groups:
+            for owner in {site.module for param in group.params for site in param.sites}:
+                self._handles += [
+                    owner.register_state_dict_pre_hook(_resharder(group)),
+                    owner.register_load_state_dict_pre_hook(_resharder(group)),
+                    owner.register_load_state_dict_post_hook(_preparer(group)),
+                ]
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def ready(self) -> Tree:
+        """The tree, made when first needed."""
+        if self.tree is None:
+            self.tree = plant_tree(self)
+            if self.keeps_root_whole:
+                for group in self.groups:
+                    group.settings.after_forward = None  # backward would gather it again at once
+            for state in self.tree.states:
+                state.prepare()
+        return self.tree
+
+    def prepare(self) -> None:
+        """Before the first use: parameters must have values, and buffers are made."""
+        for group in self.groups:
+            group.prepare()
+            check_has_values(group)
+
+    # Forward
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The modules' forward pre-hook."""
+        if not torch.compiler.is_compiling():
+            args, kwargs = self._before_forward(module, args, kwargs)
+        return args, kwargs
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tree = self.ready()
+        is_recomputed = current_backward() is not None
+        if is_recomputed:
+            tree.enter_backward()
+        elif tree.forward_root is None or (tree.forward_root is self and not self._still_to_run):
+            if tree.forward_root is self:
+                tree.forget_step()  # the last forward has failed: nothing contains itself
+            tree.begin_forward(self)
+            if self.device.type != "cpu":
+                args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
+        is_first = not self._still_to_run
+        if is_first and len(self.modules) > 1:
+            self._still_to_run = set(self.modules)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.need_whole()
+        for state in self.forward_prefetch:
+            for group in state.groups:
+                group.start_whole()
+        if is_first and torch.is_grad_enabled() and self.groups:
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The modules' forward hook."""
+        if torch.compiler.is_compiling():
+            return output
+        tree = self.ready()
+        is_recomputed = current_backward() is not None
+        self._still_to_run.discard(module)
+        if not is_recomputed and not self._still_to_run:
+            for group in self.groups:
+                group.reshard_after_forward()
+        if torch.is_grad_enabled():
+            self._watch_outputs(output)
+        if tree.forward_root is self and not is_recomputed:
+            tree.end_forward()
+        return self._cast_output(output)
+
+    def end_forward(self) -> None:
+        """The root's forward has ended: what was left open, or gathered for others, is closed."""
+        is_partial = bool(self._still_to_run)
+        self._still_to_run.clear()
+        for group in self.groups:
+            if is_partial or group.is_unused_ahead:
+                group.reshard_after_forward()
+
+    # Backward
+
+    def before_backward(self) -> None:
+        """Backward comes to the module."""
+        tree = self.ready()
+        tree.enter_backward()
+        for group in self.groups:
+            if group.settings.gathers_in_backward:
+                group.need_whole()
+        for state in self.backward_prefetch:
+            for group in reversed(state.groups):
+                group.start_whole()
+
+    def after_backward(self) -> None:
+        """Backward leaves the module."""
+        self.ready().enter_backward()
+        for group in reversed(self.groups):
+            self.after_backward_of(group)
+
+    def after_backward_of(self, group: ParamGroup) -> None:
+        """Reduce what has come, if it is to be reduced now, and free the parameters."""
+        # On a smaller mesh it stays until all ranks are done: others may gather from there.
+        if group.settings.reshards_after_backward and group.shown is not Shown.SMALL:
+            group.reshard()
+        if not group.settings.reduces:
+            group.accumulate()
+        elif group.has_gradients:
+            if group.is_alone:
+                group.launch_reduce()
+            else:
+                group.conductor.reduce(group.index)
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._still_to_run.clear()
+
+    # Inputs and outputs
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        return map_tensors(_caster(dtype), args), map_tensors(_caster(dtype), kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else map_tensors(_caster(dtype), output)
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the inputs tell when backward has come through the module."""
+        watched = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+        if not watched:
+            return args, kwargs
+        passed = iter(_Leaving.apply(self, *watched))  # type: ignore[no-untyped-call]
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return next(passed) if tensor.requires_grad else tensor
+
+        return map_tensors(change, (args, kwargs))
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Let the outputs tell when backward comes to the module."""
+
+        def entering(_: torch.Tensor) -> None:
+            self.before_backward()
+
+        for tensor in find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(entering)
+                if tensor._base is not None and tensor._base.requires_grad:
+                    # A view that is changed in place loses its hooks; what it is a view of doesn't.
+                    tensor._base.register_hook(entering)
+
+
+class _Leaving(torch.autograd.Function):
+    """Passes tensors on; in backward it runs when all their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ModuleState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.after_backward()
+        return None, *grads
+
+
+def check_has_values(group: ParamGroup) -> None:
+    """Raise if parameters are still on the meta device."""
+    names = [param.name for param in group.params if param.local.is_meta]
+    if names:
+        from weft.errors import StateError
+
+        raise StateError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {names}. For example, call module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values, or load a state dict."
+        )
+
+
+def _caster(dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return cast
+
+
+def _resharder(group: ParamGroup) -> Any:
+    def reshard(*_: Any, **__: Any) -> None:
+        if group.shown is not Shown.SHARDED:
+            group.reshard()
+
+    return reshard
+
+
+def _preparer(group: ParamGroup) -> Any:
+    def prepare(*_: Any, **__: Any) -> None:
+        group.prepare()
+
+    return prepare

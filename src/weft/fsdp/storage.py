@@ -1,0 +1,20 @@
+"""Give the memory of a tensor back and take it again, while views of it, autograd's too, stay valid."""
+
+from __future__ import annotations
+
+import torch
+
+
+def allocate_storage(tensor: torch.Tensor) -> None:
+    """Give the tensor memory, if it has none. What is in it is anything."""
+    storage = tensor.untyped_storage()
+    num_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if storage.size() < num_bytes:
+        storage.resize_(num_bytes)
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Give the tensor's memory back. Whoever reads it before it is allocated again reads nothing."""
+    storage = tensor.untyped_storage()
+    if storage.size():
+        storage.resize_(0)

@@ -1,0 +1,150 @@
+"""Meshes of two axes: shards over one, copies over the other; and meshes over a part of the world.
+
+On four ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.fsdp_bodies.models import Language, as_whole, by_layer, make_tokens, net, next_token_loss
+from tests.fsdp_bodies.twins import Twin, assert_is_shard, make_rows, mean_square, rows_of
+
+
+def mesh_of(replicate: int, shard: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def training() -> None:
+    for sizes in ((2, 2), (1, 4), (4, 1)):
+        for reshard in (True, False):
+            twin = Twin(net(), mesh=mesh_of(*sizes), reshard_after_forward=reshard)
+            twin.train()
+            param = twin.sharded[0].weight
+            assert param.placements == (Replicate(), Shard(0))
+            assert param.to_local().shape[0] == {1: [6] * 4, 2: [3] * 4, 4: [2, 2, 2, 0]}[sizes[1]][dist.get_rank()]
+
+
+def transformer() -> None:
+    twin = Twin(Language(), as_whole, mesh=mesh_of(2, 2))
+    for step in range(3):
+        twin.step(make_tokens(step), next_token_loss)
+
+
+def copies_stay_the_same() -> None:
+    """To the bit, over steps: else they would drift apart."""
+    twin = Twin(net(), mesh=mesh_of(2, 2))
+    for step in range(5):
+        twin.backward(make_rows(step))
+        twin.update()
+    for param in twin.sharded.parameters():
+        group = param.device_mesh.get_group("replicate")
+        local = param.detach().to_local().contiguous()
+        parts = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(parts, local, group=group)
+        assert torch.equal(parts[0], parts[1])
+
+
+def without_sync() -> None:
+    twin = Twin(net(), mesh=mesh_of(2, 2))
+    for step in range(2):
+        twin.sharded.set_requires_gradient_sync(False)
+        twin.backward(make_rows(10 * step))
+        twin.sharded.set_requires_gradient_sync(True)
+        twin.backward(make_rows(10 * step + 1))
+        twin.check()
+        twin.update()
+
+
+def all_reduce_later() -> None:
+    """Gradients are reduced within the shards each time, between the copies at the end only."""
+    for reshard in (True, False):
+        twin = Twin(net(), mesh=mesh_of(2, 2), reshard_after_forward=reshard)
+        for step in range(2):
+            twin.sharded.set_requires_all_reduce(False)
+            twin.backward(make_rows(10 * step))
+            twin.backward(make_rows(10 * step + 1))
+            twin.sharded.set_requires_all_reduce(True)
+            twin.backward(make_rows(10 * step + 2))
+            twin.check()
+            twin.update()
+            twin.assert_same_parameters()
+
+
+def accumulated_with_sync() -> None:
+    twin = Twin(net(), mesh=mesh_of(2, 2))
+    for step in range(3):
+        twin.backward(make_rows(step))
+        twin.check()
+
+
+def each_pair_on_its_own() -> None:
+    """A mesh over two of the four ranks: the mean is theirs alone."""
+    mesh = mesh_of(2, 2)["shard"]
+    model = net()
+    single = copy.deepcopy(model)
+    by_layer(model, mesh=mesh)
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    rank = dist.get_rank()
+    for step in range(3):
+        rows = make_rows(step)
+        mean_square(model, rows_of(rows, rank), rank).backward()
+        losses = [mean_square(single, rows_of(rows, other), other) for other in ranks]
+        torch.stack(losses).mean().backward()
+        for (name, param), right in zip(model.named_parameters(), single.parameters(), strict=True):
+            assert param.grad is not None
+            assert_is_shard(param.grad, right.grad, name)
+        for each in (model, single):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+def other_dims() -> None:
+    """Sharded along the last dim, unevenly too (WIDTH is 6; a rank of four holds 2, 2, 2, 0)."""
+    for mesh in (None, mesh_of(2, 2)):
+        twin = Twin(net(), mesh=mesh, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+        twin.train()
+        assert twin.sharded[0].weight.placements[-1] == Shard(1)
+
+
+def a_mesh_of_three_axes_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
+        by_layer(net(), mesh=mesh)
+
+
+def hooks_between() -> None:
+    """The hook of an all-reduce sees what is reduced, after the copies have been averaged."""
+    seen: list[torch.Tensor] = []
+    twin = Twin(net(), mesh=mesh_of(2, 2))
+    for module in twin.sharded.modules():
+        if isinstance(module, nn.Linear):
+            module.set_all_reduce_hook(lambda output: seen.append(output.clone()))
+    twin.train(1)
+    assert len(seen) == 3
+    parts = [torch.empty_like(seen[0]) for _ in range(4)]
+    dist.all_gather(parts, seen[0])
+    assert torch.equal(parts[0], parts[2])
+    assert torch.equal(parts[1], parts[3])
+
+
+BODIES: list[Callable[[], None]] = [
+    training,
+    transformer,
+    copies_stay_the_same,
+    without_sync,
+    all_reduce_later,
+    accumulated_with_sync,
+    each_pair_on_its_own,
+    other_dims,
+    a_mesh_of_three_axes_is_refused,
+    hooks_between,
+]

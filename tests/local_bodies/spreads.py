@@ -1,0 +1,245 @@
+"""Bodies for ranks: the spread collectives, against results computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from tests.local_bodies.inputs import me, num_ranks
+from weft import comm
+from weft.comm import spread as door
+from weft.comm import spread_packing
+from weft.tensors.spread import Spread, plan_spread
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64, torch.uint8)
+LARGE = 2**12  # elements of float32 in a piece that travels alone, with the bounds of `low_bounds`
+CASES: dict[str, Sequence[tuple[int, int]]] = {  # a tensor's elements for each rank, and how many are missing
+    "even": [(32, 0), (3, 0), (17, 0)],
+    "padded": [(32, 5), (3, 1), (1, 0), (7, 6)],
+    "alone": [(640, 0)],
+    "alone, padded": [(640, 3)],
+    "alone among empty ones": [(0, 0), (640, 0), (0, 0)],
+    "empty": [(0, 0), (5, 0), (0, 0), (9, 2)],
+    "nothing": [(0, 0)],
+    "no tensors": [],
+    "tiny": [(16, 0), (2, 1)] * 60,
+    "medium": [(9000, 0), (70, 3), (2000, 1), (1, 0)],
+    "several chunks": [(70000, 5), (20000, 0), (40, 1), (9000, 0)],
+    "a large one": [(70, 0), (LARGE, 0), (5, 1), (3, 0)],
+    "a large padded one": [(LARGE + 5, 3), (70, 0)],
+    "large ones": [(LARGE, 0), (LARGE + 1, 0), (0, 0), (9, 0)],
+    "a large one and tiny ones": [*[(16, 0), (2, 1)] * 20, (LARGE, 0), *[(16, 1), (2, 0)] * 20],
+}
+
+
+def spread_of(case: str, size: int, align: int = 16) -> Spread:
+    """The case's spread. Where more is missing than a tensor has, the tensor is empty."""
+    pieces = [piece for piece, _ in CASES[case]]
+    return plan_spread([max(0, size * n - gone) for n, gone in CASES[case]], pieces, size, align)
+
+
+@contextmanager
+def low_bounds() -> Generator[None]:
+    """Have tensors of LARGE elements travel alone, and be exchanged, which larger ones would be otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_packing, "LARGE_PIECE_BYTES", 4 * LARGE)
+        patch.setattr(door, "_EXCHANGE_BYTES", 4 * LARGE)
+        yield
+
+
+def tensors_of(rank: int, spread: Spread, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """What a rank gives: small integers, so that every order of summing gives the same."""
+    return [
+        ((torch.arange(numel) * 5 + index + rank) % 7).to(dtype).view(-1, 2 if numel % 2 == 0 else 1)
+        for index, numel in enumerate(spread.numels)
+    ]
+
+
+def shard_of(rank: int, spread: Spread, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A rank's pieces of the tensors, zeros for padding."""
+    shard = torch.zeros(spread.shard_numel, dtype=tensors[0].dtype if tensors else torch.float32)
+    for start, numel, tensor in zip(spread.shard_starts, spread.piece_numels, tensors, strict=True):
+        piece = tensor.reshape(-1)[rank * numel : (rank + 1) * numel]
+        shard[start : start + piece.numel()] = piece
+    return shard
+
+
+def gather(spread: Spread, dtype: torch.dtype) -> None:
+    """All-gather the shards of known tensors; the whole holds these tensors."""
+    tensors = tensors_of(7, spread, dtype)
+    whole = torch.full((spread.whole_numel,), 99, dtype=dtype)
+    result = comm.all_gather_spread(
+        whole, shard_of(me(), spread, tensors).to(dtype), spread, name="here"
+    ).wait()
+    assert result is whole
+    for index, (start, tensor) in enumerate(zip(spread.whole_starts, tensors, strict=True)):
+        assert torch.equal(whole[start : start + tensor.numel()], tensor.view(-1)), index
+
+
+def reduce(spread: Spread, dtype: torch.dtype, op: dist.ReduceOp.RedOpType, missing: bool) -> None:
+    """Reduce every rank's tensors; with `missing`, each rank lacks some of its own."""
+    given = [
+        [None if missing and (index + rank) % 3 == 0 else tensor for index, tensor in enumerate(tensors)]
+        for rank, tensors in enumerate(tensors_of(rank, spread, dtype) for rank in range(num_ranks()))
+    ]
+    totals = [torch.zeros(numel, dtype=torch.float64) for numel in spread.numels]
+    for tensors in given:
+        for total, tensor in zip(totals, tensors, strict=True):
+            if tensor is not None:
+                total += tensor.view(-1).double()
+    if op == dist.ReduceOp.AVG:
+        totals = [total / num_ranks() for total in totals]
+        if not dtype.is_floating_point:
+            totals = [total.trunc() for total in totals]
+    out = torch.full((spread.shard_numel,), 99, dtype=dtype)
+    result = comm.reduce_scatter_spread(out, given[me()], spread, op, name="here").wait()
+    assert result is out
+    assert torch.equal(out, shard_of(me(), spread, totals).to(dtype))
+
+
+def gathers() -> None:
+    for case in CASES:
+        gather(spread_of(case, num_ranks()), torch.float32)
+        gather(spread_of(case, num_ranks(), align=1), torch.bfloat16)
+
+
+def gathers_every_dtype() -> None:
+    for dtype in (*FLOATS, *INTEGERS):
+        for case in ("padded", "medium"):
+            gather(spread_of(case, num_ranks()), dtype)
+
+
+def reduces() -> None:
+    for case in CASES:
+        for missing in (False, True):
+            reduce(spread_of(case, num_ranks()), torch.float32, dist.ReduceOp.SUM, missing)
+
+
+def reduces_to_the_mean() -> None:
+    for dtype in FLOATS:
+        for case in ("padded", "a large one"):
+            reduce(spread_of(case, num_ranks()), dtype, dist.ReduceOp.AVG, missing=True)
+
+
+def reduces_every_dtype() -> None:
+    for dtype in (*FLOATS, *INTEGERS):
+        for case in ("padded", "medium"):
+            reduce(spread_of(case, num_ranks()), dtype, dist.ReduceOp.SUM, missing=False)
+
+
+def reduces_again_and_again() -> None:
+    """Buffers are used again: what one call left in them doesn't show in the next."""
+    for _ in range(2):
+        for case in ("tiny", "padded", "a large padded one", "a large one"):
+            reduce(spread_of(case, num_ranks()), torch.float32, dist.ReduceOp.SUM, missing=True)
+            gather(spread_of(case, num_ranks()), torch.float32)
+
+
+def several_under_way() -> None:
+    """Handles are waited for in the reverse order."""
+    spreads = [spread_of(case, num_ranks()) for case in ("tiny", "tiny", "medium")]
+    outs = [torch.zeros(spread.shard_numel) for spread in spreads]
+    handles = [
+        comm.reduce_scatter_spread(out, tensors_of(me(), spread), spread)
+        for out, spread in zip(outs, spreads, strict=True)
+    ]
+    for handle in reversed(handles):
+        handle.wait()
+    for out, spread in zip(outs, spreads, strict=True):
+        all_tensors = zip(*(tensors_of(rank, spread) for rank in range(num_ranks())), strict=True)
+        totals = [torch.stack(tensors).sum(0) for tensors in all_tensors]
+        assert torch.equal(out, shard_of(me(), spread, totals))
+
+
+def versions_stay() -> None:
+    """Autograd may hold views of the whole: filling it again is nothing it should notice."""
+    for case in ("tiny", "medium", "alone"):
+        spread = spread_of(case, num_ranks())
+        whole = torch.zeros(spread.whole_numel)
+        before = whole._version
+        comm.all_gather_spread(whole, torch.ones(spread.shard_numel), spread).wait()
+        assert whole._version == before
+
+
+def leaves_records() -> None:
+    spread = spread_of("padded", num_ranks())
+    tensors = [None if me() == 0 else tensor for tensor in tensors_of(me(), spread)]
+    with weft.record() as events, weft.desync_check():
+        shard = torch.zeros(spread.shard_numel)
+        comm.reduce_scatter_spread(shard, tensors, spread, feature="fsdp", name="blocks.1").wait()
+        whole = torch.zeros(spread.whole_numel)
+        comm.all_gather_spread(whole, shard, spread, feature="fsdp", name="blocks.1").wait()
+    reduction, gathering = events
+    assert (reduction.op, gathering.op) == ("reduce_scatter_spread", "all_gather_spread")
+    assert (reduction.detail, gathering.detail) == ("sum, blocks.1", "blocks.1")
+    assert reduction.feature == gathering.feature == "fsdp"
+    assert reduction.bytes_in == num_ranks() * reduction.bytes_out == num_ranks() * 4 * spread.shard_numel
+    assert (gathering.bytes_in, gathering.bytes_out) == (4 * spread.shard_numel, 4 * spread.whole_numel)
+
+
+def rows_are_told() -> None:
+    rows = [[rank, 10 * rank, -1] for rank in range(num_ranks())]
+    with weft.record() as events:
+        assert comm.exchange_rows(rows[me()], feature="fsdp", name="used") == rows
+        assert comm.exchange_rows([]) == [[]] * num_ranks()
+    assert [(event.op, event.feature, event.detail) for event in events] == [
+        ("exchange_rows", "fsdp", "used"),
+        ("exchange_rows", "user", ""),
+    ]
+
+
+def rows_keep_their_turn() -> None:
+    """Collectives that are under way go first, and those that follow come after."""
+    spread = spread_of("medium", num_ranks())
+    out = torch.zeros(spread.shard_numel)
+    first = comm.reduce_scatter_spread(out, tensors_of(me(), spread), spread)
+    total = torch.full((3,), float(me()))
+    second = comm.all_reduce(total)
+    assert comm.exchange_rows([me()]) == [[rank] for rank in range(num_ranks())]
+    third = comm.all_reduce(out)
+    for handle in (third, second, first):
+        handle.wait()
+    assert total.tolist() == [sum(range(num_ranks()))] * 3
+
+
+def refuses_what_cannot_be() -> None:
+    spread = spread_of("even", num_ranks())
+    shard, whole = torch.zeros(spread.shard_numel), torch.zeros(spread.whole_numel)
+    tensors = tensors_of(me(), spread)
+    with pytest.raises(weft.ConfigError, match=rf"whole must be flat.*{spread.whole_numel} elements"):
+        comm.all_gather_spread(whole[1:], shard, spread)
+    with pytest.raises(weft.ConfigError, match=r"whole must be .*bfloat16.*float32"):
+        comm.all_gather_spread(whole, shard.bfloat16(), spread)
+    with pytest.raises(weft.ConfigError, match="out must be flat"):
+        comm.reduce_scatter_spread(shard.view(1, -1), tensors, spread)
+    with pytest.raises(weft.ConfigError, match="3 tensors, 2 are given"):
+        comm.reduce_scatter_spread(shard, tensors[1:], spread)
+    with pytest.raises(weft.ConfigError, match="tensor 1 must be contiguous"):
+        comm.reduce_scatter_spread(shard, [tensors[0], tensors[0], None], spread)
+    with pytest.raises(weft.ConfigError, match="SUM or AVG, got max"):
+        comm.reduce_scatter_spread(shard, tensors, spread, dist.ReduceOp.MAX)
+    larger = spread_of("even", num_ranks() + 1)
+    with pytest.raises(weft.ConfigError, match=f"{num_ranks() + 1} ranks, the group has {num_ranks()}"):
+        comm.all_gather_spread(torch.zeros(larger.whole_numel), shard, larger)
+
+
+BODIES: list[Callable[[], None]] = [
+    gathers,
+    gathers_every_dtype,
+    reduces,
+    reduces_to_the_mean,
+    reduces_every_dtype,
+    reduces_again_and_again,
+    several_under_way,
+    versions_stay,
+    rows_are_told,
+    rows_keep_their_turn,
+    leaves_records,
+    refuses_what_cannot_be,
+]

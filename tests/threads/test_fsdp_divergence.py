@@ -1,0 +1,22 @@
+"""Ranks use different modules, in different order, or none: nothing hangs, and the mean is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.fsdp_bodies import divergence
+from tests.fsdp_bodies.running import on_threads
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("body", divergence.BODIES)
+def test_two_ranks(body: Callable[..., None], reshard: bool | int | None) -> None:
+    on_threads(body, 2, reshard)
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+@pytest.mark.parametrize("body", divergence.BODIES)
+def test_four_ranks(body: Callable[..., None], reshard: bool | int | None) -> None:
+    on_threads(body, 4, reshard)
