@@ -2,8 +2,8 @@
 
 A step clears the gradients and runs forward and backward: no optimizer, which is the same for all. float32,
 one thread a rank, two ranks. The MLP is sharded by layer, the GPT by block with its tied embedding in the
-root, the 600 tiny tensors in ten groups and in one. Every candidate's gradients are checked against the mean of the
-ranks' own before it is timed.
+root, the 600 tiny tensors as one group, and again by lists of 30 layers. Every candidate's gradients are
+checked against the mean of the ranks' own before it is timed.
 
 `alone` is the bare module; `torch` is torch's fully_shard on gloo; `weft gloo` and `weft local` are weft's on
 gloo and on the local group. Parameters are given up after forward and gathered again for backward; with
@@ -65,17 +65,18 @@ class Model:
     has_memory: bool = True
 
 
-def in_tens(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Ten lists of as many layers, each to be one group."""
-    size = len(layers) // 10
-    return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
+def by_30(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Lists of layers, each of which becomes one group."""
+    return [list(layers[start : start + 30]) for start in range(0, len(layers), 30)]
 
 
 MODELS = [
     Model("MLP 4x2000", make_mlp, list, 0.3, 0.75, 3),
     Model("GPT 13.8 M", make_gpt, lambda gpt: list(gpt.blocks.layers), 0.4, 0.75, 3),
-    Model("600 tiny", make_tiny, lambda tiny: in_tens(tiny.layers), 0.3, 0.4, 5, has_memory=False),
-    Model("600 tiny, one group", make_tiny, lambda tiny: [], None, None, 5, has_memory=False),
+    Model("600 tiny", make_tiny, lambda tiny: [], 0.3, 0.4, 5, has_memory=False),
+    Model(
+        "600 tiny, by 30 layers", make_tiny, lambda tiny: by_30(tiny.layers), None, None, 5, has_memory=False
+    ),
 ]
 
 

@@ -45,13 +45,29 @@ class Model:
     name: str
     make: Callable[[bool], tuple[nn.Module, torch.Tensor]]
     list_parts: Callable[[Any], list[nn.Module]]
-    limit: float
+    limit: float | None
     num_calls: int
     tolerance: float  # of gradients, over the largest of their tensor
 
 
+def make_gpt_with(num_rows: int) -> Callable[[bool], tuple[nn.Module, torch.Tensor]]:
+    """The GPT with a batch of so many rows of 1024 tokens. With one, the GPU waits for the host."""
+
+    def make(is_quick: bool) -> tuple[nn.Module, torch.Tensor]:
+        model, batch = make_gpt(is_quick)
+        return model, batch[:num_rows]
+
+    return make
+
+
+def list_blocks(gpt: Any) -> list[nn.Module]:
+    return list(gpt.blocks)
+
+
 MODELS = [
-    Model("GPT 839 M, bf16", make_gpt, lambda gpt: list(gpt.blocks), 1.08, 3, 0.05),
+    Model("GPT 839 M, 8 rows", make_gpt_with(8), list_blocks, 1.08, 3, 0.05),
+    Model("GPT 839 M, 4 rows", make_gpt_with(4), list_blocks, 1.08, 3, 0.05),
+    Model("GPT 839 M, 1 row", make_gpt_with(1), list_blocks, None, 3, 0.05),
     Model("580 small tensors", make_tiny, lambda tiny: [], 1.25, 10, 1e-4),
 ]
 TRAINING = f"training, {NUM_TRAINERS} ranks"

@@ -160,11 +160,14 @@ def a_gather_without_its_other_end_is_refused() -> None:
         def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
             return (self.inner,), None
 
-    model = nn.Linear(8, 8, bias=False)
-    model.weight = nn.Parameter(Half(model.weight.detach()))
-    with pytest.raises(AssertionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+    def shard_and_run() -> None:
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(Half(model.weight.detach()))
         fully_shard(model)
         model(torch.ones(2, 8))
+
+    with pytest.raises(AssertionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+        shard_and_run()
 
 
 def meta_device() -> None:

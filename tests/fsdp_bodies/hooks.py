@@ -70,7 +70,7 @@ def parameter_hooks_may_change_the_gradient() -> None:
 
 
 def hooks_follow_reductions() -> None:
-    """Once for each reduction, not for each backward; the parameter's hook before the one after accumulation."""
+    """Once for each reduction, not for each backward; the parameter's hook comes first."""
     twin = Twin(net())
     order: dict[str, list[str]] = defaultdict(list)
     for name, param in twin.sharded.named_parameters():

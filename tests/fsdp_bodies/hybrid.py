@@ -14,9 +14,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.fsdp_bodies.models import Language, as_whole, by_layer, make_tokens, net, next_token_loss
-from tests.fsdp_bodies.twins import Twin, assert_is_shard, make_rows, mean_square, rows_of
+from tests.fsdp_bodies.divergence import loss_by_rank
+from tests.fsdp_bodies.models import (
+    WIDTH,
+    Experts,
+    Language,
+    as_whole,
+    by_layer,
+    filled,
+    make_tokens,
+    net,
+    next_token_loss,
+)
+from tests.fsdp_bodies.twins import (
+    Twin,
+    assert_is_shard,
+    assert_same_gradients,
+    make_rows,
+    mean_square,
+    rows_of,
+    single_loss,
+)
+from weft import replicate_with_fsdp
 
 
 def mesh_of(replicate: int, shard: int) -> DeviceMesh:
@@ -30,7 +51,10 @@ def training() -> None:
             twin.train()
             param = twin.sharded[0].weight
             assert param.placements == (Replicate(), Shard(0))
-            assert param.to_local().shape[0] == {1: [6] * 4, 2: [3] * 4, 4: [2, 2, 2, 0]}[sizes[1]][dist.get_rank()]
+            assert (
+                param.to_local().shape[0]
+                == {1: [6] * 4, 2: [3] * 4, 4: [2, 2, 2, 0]}[sizes[1]][dist.get_rank()]
+            )
 
 
 def transformer() -> None:
@@ -136,6 +160,58 @@ def hooks_between() -> None:
     assert torch.equal(parts[1], parts[3])
 
 
+class Pair(nn.Module):
+    """Two layers that tensor parallelism splits: the first by its outputs, the second by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(rows)))
+
+
+def with_tensor_parallel() -> None:
+    """Parameters that are split along another axis already; the batch is split along ours only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = filled(nn.Sequential(Pair(), Pair()))
+    single = copy.deepcopy(model)
+    for pair in model:
+        parallelize_module(pair, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    by_layer(model, mesh=mesh["data"], reshard_after_forward=True)
+    for step in range(3):
+        rows = make_rows(step)
+        model(rows.chunk(2)[mesh.get_local_rank("data")]).square().mean().backward()
+        single(rows).square().mean().backward()
+        for (name, param), right in zip(model.named_parameters(), single.parameters(), strict=True):
+            assert param.to_local().numel() <= max(right.numel() // 4, 6 // 2), name
+            apart = (param.grad.full_tensor() - right.grad).abs().max()
+            assert apart <= 1e-12 * right.grad.abs().max(), name
+        for each in (model, single):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+def copies_without_shards() -> None:
+    """replicate_with_fsdp: every rank holds all, and ranks may part here too."""
+    for names in (("ab",), ("a", "b"), ("ab", "ba"), ("", "ab")):
+        model: nn.Module = Experts("ab")
+        single = copy.deepcopy(model)
+        for expert in model.experts.values():
+            replicate_with_fsdp(expert)
+        replicate_with_fsdp(model)
+        assert all(param.placements == (Replicate(),) for param in model.parameters())
+        rank = dist.get_rank()
+        for step in range(3):
+            rows, loss = make_rows(step), loss_by_rank(*names)
+            loss(model, rows_of(rows, rank), rank).backward()
+            single_loss(single, rows, loss).backward()
+            assert_same_gradients(model, single)
+            for each in (model, single):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+
+
 BODIES: list[Callable[[], None]] = [
     training,
     transformer,
@@ -147,4 +223,6 @@ BODIES: list[Callable[[], None]] = [
     other_dims,
     a_mesh_of_three_axes_is_refused,
     hooks_between,
+    with_tensor_parallel,
+    copies_without_shards,
 ]

@@ -114,7 +114,9 @@ def an_optimizer() -> None:
     for reshard in (True, False):
         twin = Twin(net(), reshard_after_forward=reshard)
         optimizer, update = updater(twin.sharded)
-        train_unevenly(twin, by_world, update=update, update_single=updater(twin.single)[1], optimizer=optimizer)
+        train_unevenly(
+            twin, by_world, update=update, update_single=updater(twin.single)[1], optimizer=optimizer
+        )
         twin.assert_same_parameters()
         twin.sharded.zero_grad()
         twin.single.zero_grad()
@@ -145,7 +147,9 @@ def the_switch_is_off() -> None:
         for step in range(2):
             mean_square(twin.sharded, rows_of(make_rows(step), rank), rank).backward()
     for step in range(2):
-        losses = [mean_square(twin.single, rows_of(make_rows(step), r), r) for r in range(dist.get_world_size())]
+        losses = [
+            mean_square(twin.single, rows_of(make_rows(step), r), r) for r in range(dist.get_world_size())
+        ]
         torch.stack(losses).mean().backward()
     twin.check()
 

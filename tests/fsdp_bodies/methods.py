@@ -57,7 +57,9 @@ class Coder(nn.Module):
 
 def other_methods() -> None:
     for reshard in (True, False):
-        twin = Twin(Coder(), lambda model, **options: fully_shard(model, **options), reshard_after_forward=reshard)
+        twin = Twin(
+            Coder(), lambda model, **options: fully_shard(model, **options), reshard_after_forward=reshard
+        )
         for model in (twin.sharded, twin.single):  # nothing happens to one that is not sharded
             register_fsdp_forward_method(model, "encode")
             register_fsdp_forward_method(model, "decode")

@@ -12,8 +12,6 @@ from torch.nn import functional
 from tests.data_parallel_bodies.twins import WIDTH, filled
 from weft import fully_shard
 
-RESHARDS: list[bool | int | None] = [True, False, 2, None]
-
 
 def by_layer(model: nn.Module, **options: Any) -> None:
     """A group for each child that has parameters, then one for what is left."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fsdp_bodies.models import WIDTH, Expert, as_whole, by_layer, filled, net
-from tests.fsdp_bodies.twins import Twin, make_rows, mean_square, rows_of, single_loss
+from tests.fsdp_bodies.twins import Twin, assert_is_sharded, make_rows, mean_square, rows_of, single_loss
 from weft import fully_shard
 
 
@@ -93,6 +93,7 @@ def buffers() -> None:
     model = Normed()
     single = copy.deepcopy(model)
     by_layer(model)
+    assert_is_sharded(model, single)
     rows = rows_of(make_rows(), dist.get_rank())
     for step in range(2):
         for each in (model, single):
@@ -161,14 +162,24 @@ def changes_in_place() -> None:
 class Views(nn.Module):
     """The sharded parts return views, which the next ones take."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes_in_place: bool = False) -> None:
         super().__init__()
+        self.changes_in_place = changes_in_place
         self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0))
         self.second = nn.Sequential(nn.Unflatten(0, (-1, WIDTH)), nn.Linear(WIDTH, 2))
         filled(self)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(rows))
+        hidden = self.first(rows)
+        if self.changes_in_place:
+            hidden *= 2
+        return self.second(hidden)
+
+
+def views_changed_in_place() -> None:
+    """Then the hook that gathers for backward must not be lost with what the output was."""
+    for reshard in (True, False):
+        Twin(Views(changes_in_place=True), reshard_after_forward=reshard).train()
 
 
 def views_returned() -> None:
@@ -262,6 +273,7 @@ BODIES: list[Callable[[], None]] = [
     outputs_that_are_not_tensors,
     changes_in_place,
     views_returned,
+    views_changed_in_place,
     the_input_returned,
     ignored_parameters,
     errors_in_forward,

@@ -78,7 +78,9 @@ def reduce_narrow() -> None:
     loss = backward(model, 1)
     assert loss.dtype == torch.float32
     assert_gradients(model, right, 2.0**-7)
-    assert any((p.grad.to_local() != p.grad.to_local().to(BF16).float()).sum() == 0 for p in model.parameters())
+    assert any(
+        (p.grad.to_local() != p.grad.to_local().to(BF16).float()).sum() == 0 for p in model.parameters()
+    )
 
 
 def accumulate_wide() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -113,6 +114,8 @@ class Run:
     groups: tuple[int, ...]  # layers of one number are one group; those of 0 are left to the root
     reshards: tuple[bool | int | None, ...]  # of the root, then of each group
     is_last_dim: bool
+    is_hybrid: bool  # two copies of the shards
+    has_hook: bool
     steps: tuple[Step, ...]
 
     @property
@@ -124,11 +127,16 @@ class Run:
     def shard(self, model: Drawn, fully_shard: Callable[..., Any]) -> None:
         """Apply fully_shard bottom-up."""
         options: dict[str, Any] = {}
+        if self.is_hybrid:
+            sizes = (2, self.ranks // 2)
+            options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         if self.is_last_dim:
             options["shard_placement_fn"] = lambda param: Shard(param.ndim - 1)
         for number, reshard in enumerate(self.reshards[1:], start=1):
             members = dict.fromkeys(
-                layer for layer, group in zip(model.layers, self.group_of_layers(), strict=True) if group == number
+                layer
+                for layer, group in zip(model.layers, self.group_of_layers(), strict=True)
+                if group == number
             )
             if members:
                 target = list(members) if len(members) > 1 else next(iter(members))
@@ -147,9 +155,10 @@ class Run:
 def runs(draw: st.DrawFn) -> Run:
     """Any run that fully_shard must get right."""
     ranks = draw(st.sampled_from([2, 2, 3, 4]))
+    is_hybrid = ranks % 2 == 0 and draw(st.sampled_from([False, False, True]))
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5)))
     num_layers = len(kinds)
-    reshard = st.sampled_from([True, False, None, 2] if ranks == 4 else [True, False, None])
+    reshard = st.sampled_from([True, False, None, 2] if ranks == 4 and not is_hybrid else [True, False, None])
     program = st.lists(st.integers(0, num_layers - 1), max_size=4).map(tuple)
     is_alike = draw(st.booleans())
     steps = []
@@ -173,5 +182,7 @@ def runs(draw: st.DrawFn) -> Run:
         groups=tuple(draw(st.integers(0, num_layers)) for _ in kinds),
         reshards=tuple(draw(reshard) for _ in range(num_layers + 1)),
         is_last_dim=draw(st.sampled_from([False, False, True])),
+        is_hybrid=is_hybrid,
+        has_hook=draw(st.sampled_from([False, False, True])),
         steps=tuple(steps),
     )

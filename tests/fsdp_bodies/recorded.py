@@ -1,7 +1,8 @@
-"""What fully_shard does when, as weft.record() tells it: unshards, reshards, reduces and their collectives."""
+"""What fully_shard does when, as weft.record() tells it: unshard, reshard, reduce and their collectives."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -14,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import weft
-from tests.fsdp_bodies.models import Experts, Language, as_whole, by_layer, filled, make_tokens, net, next_token_loss
+from tests.fsdp_bodies.models import (
+    Experts,
+    Language,
+    as_whole,
+    by_layer,
+    filled,
+    make_tokens,
+    net,
+    next_token_loss,
+)
 from tests.fsdp_bodies.twins import all_ranks, make_rows, mean_square, rows_of
 from weft import fully_shard
 from weft.comm import Event
@@ -96,7 +106,7 @@ def the_root_by_its_name() -> None:
 
 
 def a_collective_each() -> None:
-    """One gather for each unshard, one reduction for each reduce, named after the module, as large as it is."""
+    """One gather for an unshard, one reduction for a reduce, named after the module, as large as it is."""
     model = net()
     by_layer(model, reshard_after_forward=True)
     events = steps_recorded(model)
@@ -165,7 +175,7 @@ def prefetch() -> None:
     forward, backward = {}, {}
     for event in in_order(event for event in events if event.op == "unshard"):
         (backward if event.detail in forward else forward)[event.detail] = event.start_secs
-    for before, after in zip(names, names[1:], strict=False):
+    for before, after in itertools.pairwise(names):
         assert forward[after] < notes["forward ended"][before], f"{after} in forward"
         assert backward[before] < notes["backward ended"][after], f"{before} in backward"
 

@@ -50,7 +50,9 @@ class TwoLinears(nn.Module):
         return self.first(rows)
 
 
-def train_beside(model: TwoLinears, loss_of: Callable[[int, Any], torch.Tensor], sharded: list[str], reshard: Reshard):
+def train_beside(
+    model: TwoLinears, loss_of: Callable[[int, Any], torch.Tensor], sharded: list[str], reshard: Reshard
+):
     """Ten steps of Adam; losses are sums over rows, so the single process's gradients are divided."""
     single = copy.deepcopy(model)
     for name in sharded:
@@ -92,7 +94,7 @@ def unused_forward_module(reshard: Reshard) -> None:
     train_beside(model, lambda step, output: output.sum(), ["first", "second", ""], reshard)
 
 
-Pair = collections.namedtuple("Pair", ["x", "y"])  # noqa: PYI024  (the kind of class that is tested)
+Pair = collections.namedtuple("Pair", ["x", "y"])
 
 
 @dataclasses.dataclass
@@ -109,7 +111,10 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any
     "tuple": (lambda x, y: (x, y), lambda pair: pair),
     "dict": (lambda x, y: {"x": x, "y": y}, lambda pair: (pair["x"], pair["y"])),
     "dataclass": (Point, lambda point: (point.x, point.y)),
-    "nested": (lambda x, y: {"p": [Point(x, 3), {"q": (y, None)}]}, lambda t: (t["p"][0].x, t["p"][1]["q"][0])),
+    "nested": (
+        lambda x, y: {"p": [Point(x, 3), {"q": (y, None)}]},
+        lambda t: (t["p"][0].x, t["p"][1]["q"][0]),
+    ),
 }
 
 

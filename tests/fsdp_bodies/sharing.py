@@ -145,7 +145,9 @@ def a_root_without_parameters(reshard: Reshard) -> None:
     def wrap(model: Any, **options: Any) -> None:
         by_layer(model, **options)
 
-    Twin(filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), wrap, reshard_after_forward=reshard).train()
+    Twin(
+        filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), wrap, reshard_after_forward=reshard
+    ).train()
 
 
 def several_roots(reshard: Reshard) -> None:
@@ -160,10 +162,14 @@ def several_roots(reshard: Reshard) -> None:
 
 def tied_across_groups_is_refused(reshard: Reshard) -> None:
     """A parameter in two groups would be reduced twice; torch says so at the first forward."""
-    model = Tied(4)
-    with pytest.raises(ValueError, match="same FSDP group"):
+
+    def shard_and_run() -> None:
+        model = Tied(4)
         every_module(model, reshard_after_forward=reshard)
         model(torch.ones(2, 4, dtype=torch.float64))
+
+    with pytest.raises(ValueError, match="same FSDP group"):
+        shard_and_run()
 
 
 BODIES: list[Callable[[Reshard], None]] = [

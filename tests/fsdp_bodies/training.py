@@ -118,8 +118,6 @@ def forward_without_backward(reshard: Reshard) -> None:
         twin.train(1)
 
 
-LONG = [transformer, transformer_with_an_odd_vocabulary]
-
 BODIES = [
     each_wrapping,
     large_layers,

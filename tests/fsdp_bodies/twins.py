@@ -103,9 +103,7 @@ def assert_same_gradients(sharded: nn.Module, single: nn.Module, tolerance: floa
             assert_is_shard(grad, wanted, f"gradient of {name}", tolerance)
 
 
-def assert_is_shard(
-    seen: torch.Tensor, right: torch.Tensor, name: str, tolerance: float = ROUNDINGS
-) -> None:
+def assert_is_shard(seen: torch.Tensor, right: torch.Tensor, name: str, tolerance: float = ROUNDINGS) -> None:
     """A DTensor whose local part is this rank's part of `right`, to `tolerance` of its largest value."""
     assert isinstance(seen, DTensor), f"{name}: {type(seen).__name__}"
     assert seen.shape == right.shape, f"{name}: {seen.shape}, not {right.shape}"

@@ -30,7 +30,7 @@ CASES: dict[str, Sequence[tuple[int, int]]] = {  # a tensor's elements for each 
     "no tensors": [],
     "tiny": [(16, 0), (2, 1)] * 60,
     "medium": [(9000, 0), (70, 3), (2000, 1), (1, 0)],
-    "several chunks": [(70000, 5), (20000, 0), (40, 1), (9000, 0)],
+    "several chunks": [(140000, 5), (40000, 0), (40, 1), (9000, 0)],
     "a large one": [(70, 0), (LARGE, 0), (5, 1), (3, 0)],
     "a large padded one": [(LARGE + 5, 3), (70, 0)],
     "large ones": [(LARGE, 0), (LARGE + 1, 0), (0, 0), (9, 0)],
@@ -70,19 +70,24 @@ def shard_of(rank: int, spread: Spread, tensors: Sequence[torch.Tensor]) -> torc
     return shard
 
 
-def gather(spread: Spread, dtype: torch.dtype) -> None:
+def gather(spread: Spread, dtype: torch.dtype, device: str = "cpu") -> None:
     """All-gather the shards of known tensors; the whole holds these tensors."""
     tensors = tensors_of(7, spread, dtype)
-    whole = torch.full((spread.whole_numel,), 99, dtype=dtype)
-    result = comm.all_gather_spread(
-        whole, shard_of(me(), spread, tensors).to(dtype), spread, name="here"
-    ).wait()
+    whole = torch.full((spread.whole_numel,), 99, dtype=dtype, device=device)
+    shard = shard_of(me(), spread, tensors).to(device, dtype)
+    result = comm.all_gather_spread(whole, shard, spread, name="here").wait()
     assert result is whole
     for index, (start, tensor) in enumerate(zip(spread.whole_starts, tensors, strict=True)):
-        assert torch.equal(whole[start : start + tensor.numel()], tensor.view(-1)), index
+        assert torch.equal(whole[start : start + tensor.numel()].cpu(), tensor.view(-1)), index
 
 
-def reduce(spread: Spread, dtype: torch.dtype, op: dist.ReduceOp.RedOpType, missing: bool) -> None:
+def reduce(
+    spread: Spread,
+    dtype: torch.dtype,
+    op: dist.ReduceOp.RedOpType,
+    missing: bool,
+    device: str = "cpu",
+) -> None:
     """Reduce every rank's tensors; with `missing`, each rank lacks some of its own."""
     given = [
         [None if missing and (index + rank) % 3 == 0 else tensor for index, tensor in enumerate(tensors)]
@@ -97,10 +102,11 @@ def reduce(spread: Spread, dtype: torch.dtype, op: dist.ReduceOp.RedOpType, miss
         totals = [total / num_ranks() for total in totals]
         if not dtype.is_floating_point:
             totals = [total.trunc() for total in totals]
-    out = torch.full((spread.shard_numel,), 99, dtype=dtype)
-    result = comm.reduce_scatter_spread(out, given[me()], spread, op, name="here").wait()
+    out = torch.full((spread.shard_numel,), 99, dtype=dtype, device=device)
+    mine = [None if tensor is None else tensor.to(device) for tensor in given[me()]]
+    result = comm.reduce_scatter_spread(out, mine, spread, op, name="here").wait()
     assert result is out
-    assert torch.equal(out, shard_of(me(), spread, totals).to(dtype))
+    assert torch.equal(out.cpu(), shard_of(me(), spread, totals).to(dtype))
 
 
 def gathers() -> None:
@@ -181,6 +187,15 @@ def leaves_records() -> None:
     assert reduction.feature == gathering.feature == "fsdp"
     assert reduction.bytes_in == num_ranks() * reduction.bytes_out == num_ranks() * 4 * spread.shard_numel
     assert (gathering.bytes_in, gathering.bytes_out) == (4 * spread.shard_numel, 4 * spread.whole_numel)
+
+
+def moves_on_cuda() -> None:
+    for case in CASES:
+        spread = spread_of(case, num_ranks())
+        gather(spread, torch.bfloat16, "cuda")
+        for missing in (False, True):
+            reduce(spread, torch.float32, dist.ReduceOp.SUM, missing, "cuda")
+            reduce(spread, torch.float32, dist.ReduceOp.AVG, missing, "cuda")
 
 
 def rows_are_told() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import weft
 from tests.fsdp_bodies.random_models import Drawn, Run, Step, runs
 from tests.fsdp_bodies.twins import assert_is_shard, assert_is_sharded, describe, make_rows, rows_of
+from weft.comm_hooks.default_hooks import allreduce_hook
 
 # Sums over ranks are taken in another order than sums over rows, where terms may cancel.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -37,6 +38,8 @@ def train(run: Run) -> None:
     single = Drawn(run)
     sharded: Any = copy.deepcopy(single)
     run.shard(sharded, weft.fully_shard)
+    if run.has_hook:
+        sharded.register_comm_hook(None, allreduce_hook)
     assert_is_sharded(sharded, single)
     models = [sharded]
     if run.fits_torch:
@@ -74,7 +77,7 @@ def check(sharded: nn.Module, single: nn.Module) -> None:
 
 
 @settings(
-    max_examples=100,
+    max_examples=60,
     derandomize=True,
     database=None,
     deadline=None,

@@ -21,8 +21,8 @@ LADDER: list[set[str]] = [
 
 # And these of its own rung, or above it.
 BESIDE: dict[str, set[str]] = {
-    "local": {"comm"},
-    "tensors": {"comm"},
+    "comm": {"tensors"},
+    "local": {"comm", "tensors"},
     "autograd": {"comm"},
     "modules": {"comm"},
     "testing": {"launcher"},

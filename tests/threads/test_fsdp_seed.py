@@ -1,4 +1,4 @@
-"""Unused outputs and modules, containers of activations, hooks after accumulation, the optimizer in backward."""
+"""Unused outputs and modules, containers of activations, hooks, the optimizer in backward."""
 
 from __future__ import annotations
 

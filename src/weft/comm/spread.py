@@ -82,7 +82,7 @@ def reduce_scatter_spread(
         (out,),
         f"{op_name(op)}, {name}" if name else op_name(op),
     )
-    return handle.then(call.finish).then(lambda _: out) if call.has_end else handle
+    return handle.then(call.finish) if call.has_end else handle
 
 
 class _Gather:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -113,21 +114,20 @@ def row_into_shard(packing: Packing, row: torch.Tensor, shard: torch.Tensor) -> 
 def unpack(packing: Packing, rows: torch.Tensor, whole: torch.Tensor) -> None:
     """Spread every rank's row, one behind the other in `rows`, into the whole."""
     spread = packing.spread
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
     table = rows.view(spread.num_ranks, packing.row_numel)
     for run in packing.runs:
         if run.is_small:
-            index = _index_on(
-                packing, ("unpack", run.indices), rows.device, lambda run=run: _unpack_index(packing, run)
-            )
+            purpose = ("unpack", run.indices)
+            index = _index_on(packing, purpose, rows.device, partial(_unpack_index, packing, run))
             torch.index_select(rows, 0, index, out=whole[slice(*run.whole)])
             continue
         sizes = [spread.piece_numels[i] for i in run.indices]
-        sources += table[:, slice(*run.packed)].split(sizes, dim=1)
-        targets += [_region(spread, whole, i) for i in run.indices]
-    if targets:
-        copy_all(targets, sources)
+        sources = table[:, slice(*run.packed)]
+        targets = [_region(spread, whole, i) for i in run.indices]
+        if rows.is_cpu:
+            copy_all(targets, sources.split(sizes, dim=1))
+        else:
+            torch.split_with_sizes_copy(sources, sizes, 1, out=targets)  # one kernel for all of them
 
 
 def pack(packing: Packing, tensors: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -145,9 +145,7 @@ def pack(packing: Packing, tensors: Sequence[torch.Tensor | None], rows: torch.T
             parts = [_padded(spread, i, tensor) for i, tensor in zip(run.indices, given, strict=True)]
             torch.cat(parts, 1, out=target)
             continue
-        index = _index_on(
-            packing, ("pack", run.indices), rows.device, lambda run=run: _pack_index(spread, run)
-        )
+        index = _index_on(packing, ("pack", run.indices), rows.device, partial(_pack_index, spread, run))
         flat = _flatten([*given, rows.new_zeros(1)])
         if packing.row_numel == run.packed[1] - run.packed[0]:
             torch.index_select(flat, 0, index, out=rows)

@@ -20,7 +20,7 @@ from weft.tensors import dense_strides
 class GradBucket:
     """Gradients that travel together, as one flat buffer (or one sparse tensor)."""
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters", "_wanted")
+    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters", "_sharers", "_wanted")
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class GradBucket:
         *,
         is_last: bool,
         wanted: tuple[int, int] | None = None,
+        sharers: tuple[int, ...] | None = None,
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -38,6 +39,7 @@ class GradBucket:
         self._offsets = _packed(parameters) if offsets is None else offsets
         self._is_last = is_last
         self._wanted = wanted
+        self._sharers = sharers
 
     def index(self) -> int:
         """The bucket's place in the order in which buckets are reduced, from 0."""
@@ -53,22 +55,43 @@ class GradBucket:
 
     def with_buffer(self, buffer: torch.Tensor) -> GradBucket:
         """The same bucket around another tensor of the same layout; this one stays as it is."""
+        return self._with(buffer, self._wanted)
+
+    def as_whole(self) -> GradBucket:
+        """The same bucket, of which this rank needs all parts."""
+        return self._with(self._buffer, None)
+
+    def _with(self, buffer: torch.Tensor, wanted: tuple[int, int] | None) -> GradBucket:
         return GradBucket(
             self._index,
             buffer,
             self._parameters,
             self._offsets,
             is_last=self._is_last,
-            wanted=self._wanted,
+            wanted=wanted,
+            sharers=self._sharers,
         )
 
     def wanted(self) -> tuple[int, int] | None:
         """Which of how many equal parts of the buffer this rank needs; None: all of it.
 
-        A sharded module needs its shard's part only: the i-th on the i-th of the ranks that it is sharded
-        over. A hook may leave the others as they are.
+        A sharded module needs its shard's part only: the i-th on the i-th of its `sharers`. A hook may leave
+        anything in the others.
         """
         return self._wanted
+
+    def sharers(self) -> tuple[int, ...] | None:
+        """The ranks of the world that a module is sharded over, by part; None: it is not sharded."""
+        return self._sharers
+
+    def wanted_part(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """What this rank needs of the buffer, or of a tensor that is laid out as the buffer is."""
+        tensor = self._buffer if tensor is None else tensor
+        if self._wanted is None:
+            return tensor
+        part, num_parts = self._wanted
+        numel = tensor.numel() // num_parts
+        return tensor.narrow(0, part * numel, numel)
 
     def gradients(self) -> list[torch.Tensor]:
         """Each parameter's gradient, as a view of the buffer in the parameter's shape.

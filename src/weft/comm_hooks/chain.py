@@ -9,7 +9,8 @@ Stages run from left to right on the same bucket. A stage is
     chain((host_group, allreduce_hook), (cross_group, fp16_compress_hook))  # far ranks in 16 bits
     chain(fp16_compress_wrapper, (state, powerSGD_hook))  # factors in 16 bits
 
-So the mean is right if the groups of the reducing stages together make up the whole. A chain is itself
+So the mean is right if the groups of the reducing stages together make up the whole. Of a sharded module's
+bucket the last stage may leave this rank's part only; those before it must leave all. A chain is itself
 a hook and may be a stage. Its `state_dict` holds those of all its stages' states.
 """
 
@@ -67,6 +68,11 @@ class Chain:
         for place, state in states.items():
             state.load_state_dict(state_dict[place])
 
+    def calls(self) -> list[tuple[Any, Any]]:
+        """The state and the hook of each stage; wrappers have none and are left out."""
+        pairs = [stage if isinstance(stage, tuple) else (None, stage) for stage in self._stages]
+        return [(state, hook) for state, hook in pairs if state is not None or not _is_wrapper(hook)]
+
     def _states(self) -> dict[int, Any]:
         parts = [stage[0] if isinstance(stage, tuple) else stage for stage in self._stages]
         return {place: part for place, part in enumerate(parts) if hasattr(part, "state_dict")}
@@ -94,8 +100,9 @@ def _in_sequence(stages: tuple[Any, ...]) -> GradHook:
     def run(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def body() -> torch.Tensor:
             buffer = bucket.buffer()
-            for state, hook in calls:
-                result = only_tensor(hook(state, bucket.with_buffer(buffer)).wait())
+            for place, (state, hook) in enumerate(calls, 1):
+                given = bucket if place == len(calls) else bucket.as_whole()
+                result = only_tensor(hook(state, given.with_buffer(buffer)).wait())
                 buffer = result if result.layout is not torch.strided else result.view(buffer.shape)
             return buffer
 

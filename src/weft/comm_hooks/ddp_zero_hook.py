@@ -23,6 +23,7 @@ import torch
 from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket, GradHook
+from weft.comm_hooks.hook_check import check_parameters
 from weft.comm_hooks.mean import FEATURE, settle
 from weft.errors import ConfigError
 
@@ -125,6 +126,7 @@ def _wrapped(hook: GradHook, zero: ShardedOptimizer, shard_buckets: bool, num_be
     stepper = _Stepper(zero)
 
     def hook_with_zero(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        check_parameters(bucket, "hook_with_zero_step")
         mean = stepper.start(hook, state, bucket)
         if bucket.is_last():
             stepper.finish()

@@ -1,4 +1,4 @@
-"""What can be told of a gradient hook before it is called."""
+"""What can be told of a gradient hook before it does anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket
-from weft.errors import ConfigError, ConfigTypeError
+from weft.errors import ConfigError, ConfigTypeError, UnsupportedError
 
 _EMPTY = inspect.Signature.empty
 
@@ -35,6 +35,16 @@ def check_hook(hook: Any) -> None:
         raise ConfigError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]; it is "
             f"{signature.return_annotation}."
+        )
+
+
+def check_parameters(bucket: GradBucket, name: str) -> None:
+    """Raise if a hook that updates the bucket's parameters has none: a sharded module's are stand-ins."""
+    if bucket.sharers() is not None:
+        raise UnsupportedError(
+            f"{name} updates the parameters of a bucket, and the buckets of fully_shard are made of shards. "
+            "Register the hook without it; to optimize in backward, let each parameter's "
+            "register_post_accumulate_grad_hook step its optimizer."
         )
 
 

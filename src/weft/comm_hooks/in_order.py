@@ -68,6 +68,16 @@ def launch_in_order(
     return queue.submit(tensor, lambda: launch().wait())
 
 
+def finish_in_order(
+    group: ProcessGroup, tensor: torch.Tensor, launch: Callable[[], comm.Handle[T]]
+) -> Future[T]:
+    """The same, done when this returns unless bodies are under way: gloo's reduce-scatter has no futures."""
+    queue = _queues.get(group)
+    if queue is None or queue.is_idle:
+        return _run_now(lambda: launch().wait(), tensor)
+    return queue.submit(tensor, lambda: launch().wait())
+
+
 def is_busy(group: ProcessGroup) -> bool:
     """Whether bodies are under way on the group, so that a launch now must queue behind them."""
     queue = _queues.get(group)

@@ -14,6 +14,7 @@ import torch
 from torch.futures import Future
 
 from weft.comm_hooks.bucket import GradBucket, GradHook
+from weft.comm_hooks.hook_check import check_parameters
 from weft.comm_hooks.in_order import launch_in_order
 from weft.comm_hooks.mean import launch_mean, settle
 from weft.errors import ConfigError
@@ -68,6 +69,7 @@ def _hook_then_optimizer(hook: GradHook, optimizer_state: _OptimizerHookState) -
     wanted = optimizer_state.params_to_optimize
 
     def hook_then_optimizer(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        check_parameters(bucket, "_hook_then_optimizer")
         params, buffer, grads = bucket.parameters(), bucket.buffer(), bucket.gradients()
 
         def step(mean: Future[Any]) -> torch.Tensor:
@@ -92,6 +94,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> GradHook:
     """
 
     def apply_optim_in_backward_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        check_parameters(bucket, "_apply_optim_in_backward_hook")
         params, buffer, grads = bucket.parameters(), bucket.buffer(), bucket.gradients()
 
         def step(mean: Future[Any]) -> torch.Tensor:

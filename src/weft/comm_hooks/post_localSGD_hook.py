@@ -2,6 +2,8 @@
 
 From the switch on something else must bring all ranks together now and then: a model
 averager that runs after the optimizer's steps.
+
+Ranks that share the shards of a module must stay together: there is one copy of it between them.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from weft.comm.group import resolve_group
+from weft.comm.group import resolve_group, state_of
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.default_hooks import allreduce_hook
 from weft.comm_hooks.in_order import completed
 from weft.comm_hooks.saved import GroupFreePickle
+from weft.errors import UnsupportedError
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
@@ -74,6 +77,7 @@ class PostLocalSGDState(GroupFreePickle):
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average the bucket over the ranks that the state says at this step."""
+    _check_sharers(state, bucket)
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(state.process_group, bucket)
@@ -83,7 +87,23 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         # All ranks come here at the same bucket of the same step, as making groups needs.
         subgroup, _ = dist.new_subgroups(group_size=_num_ranks_here())
         state.subgroup = resolve_group(subgroup)
+        _check_sharers(state, bucket)
     return allreduce_hook(state.subgroup, bucket)
+
+
+def _check_sharers(state: PostLocalSGDState, bucket: GradBucket) -> None:
+    """Raise if a part of a sharded module would be averaged over some of its ranks only."""
+    sharers = bucket.sharers() or ()
+    if state.post_local_gradient_allreduce and state.subgroup is None:
+        return  # to be made
+    near = state_of(state.subgroup).ranks if state.post_local_gradient_allreduce and state.subgroup else ()
+    if len(sharers) > 1 and not set(sharers) <= set(near):
+        raise UnsupportedError(
+            f"post_localSGD_hook: a module is sharded over ranks {list(sharers)}, which have one copy of it "
+            f"together, and gradients would be averaged over {list(near) or 'no ranks'} after "
+            f"{state.start_localSGD_iter} steps. Shard it over a mesh of two axes and give the group of its "
+            "shard axis as `subgroup`, with post_local_gradient_allreduce=True."
+        )
 
 
 def _num_ranks_here() -> int:

@@ -19,7 +19,7 @@ from torch.futures import Future
 from weft import comm
 from weft.comm.group import resolve_group
 from weft.comm_hooks.bucket import GradBucket
-from weft.comm_hooks.in_order import completed, launch_in_order, run_in_order
+from weft.comm_hooks.in_order import completed, run_in_order
 from weft.comm_hooks.low_rank import (
     Factor,
     LowRankPlan,
@@ -28,7 +28,7 @@ from weft.comm_hooks.low_rank import (
     orthonormalize,
     plan_low_rank,
 )
-from weft.comm_hooks.mean import FEATURE, is_lossy_safe, launch_mean
+from weft.comm_hooks.mean import average, feature_of, is_lossy_safe, launch_bucket_mean
 from weft.comm_hooks.powerSGD_state import PowerSGDState
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -62,9 +62,9 @@ def _start(state: PowerSGDState, bucket: GradBucket, body: Body) -> Future[torch
     if group.size() == 1:
         return completed(buffer, buffer)
     if is_warming_up:
-        return launch_in_order(group, buffer, lambda: launch_mean(buffer, group))
+        return average(bucket, group)
     if not is_lossy_safe(buffer) or buffer.numel() == 0:
-        return run_in_order(group, buffer, lambda: launch_mean(buffer, group).wait())
+        return run_in_order(group, buffer, lambda: launch_bucket_mean(bucket, group).wait())
     return run_in_order(group, buffer, lambda: body(state, bucket, group))
 
 
@@ -108,7 +108,7 @@ def _reduce_factors(
     for q, matrix, p in zip(qs, matrices, ps, strict=True):
         orthonormalize(q, state.orthogonalization_epsilon)
         multiply(matrix, q, p)
-    comm.all_reduce(p_memory, group=group, feature=FEATURE).wait()
+    comm.all_reduce(p_memory, group=group, feature=feature_of(bucket)).wait()
 
     # Q of the step before stays until the new one is known to point somewhere.
     old_qs = [q.clone() for q in qs]
@@ -117,7 +117,7 @@ def _reduce_factors(
         multiply(matrix.transpose(1, 2), p, q)
     q_memory = state.q_memory_dict[bucket.index()]
     if plan.factors:
-        comm.all_reduce(q_memory, group=group, feature=FEATURE).wait().div_(group.size())
+        comm.all_reduce(q_memory, group=group, feature=feature_of(bucket)).wait().div_(group.size())
 
     gradients = bucket.pieces()
     for factor, p, q, old_q in zip(plan.factors, ps, qs, old_qs, strict=True):
@@ -187,7 +187,9 @@ def _average_as_square(state: PowerSGDState, bucket: GradBucket, group: ProcessG
     square = Factor((0,), side, side, rank, 0, 0)
     plan = LowRankPlan((square,), (), 0, side * rank, side * rank, buffer.numel())
     mean = torch.empty_like(corrected)
-    whole = GradBucket(bucket.index(), mean, [mean.view(side, side)], is_last=bucket.is_last())
+    whole = GradBucket(
+        bucket.index(), mean, [mean.view(side, side)], is_last=bucket.is_last(), sharers=bucket.sharers()
+    )
     _reduce_factors(state, whole, group, plan, [corrected.view(side, side)])
     buffer.copy_(mean[: buffer.numel()])
     if state.use_error_feedback:

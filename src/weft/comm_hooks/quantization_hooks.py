@@ -6,6 +6,9 @@ everyone gets it (one all-gather; between two ranks an all-to-all). Everyone res
 same bytes, so all ranks end with the same bits, and a number is rounded twice however
 many ranks there are: once by its sender, once by its adder.
 
+The bucket of a module that is sharded over the same ranks is cut into its parts, and a rank's
+part of the mean stays where it was added up: one all-to-all, half of the bytes, one rounding.
+
 `quantization_pertensor_hook` has a scale for each gradient, `quantization_perchannel_hook`
 one for each 512 numbers. Both take a process group, None, or a QuantizationState.
 Sparse, complex and integer buckets travel as they are.
@@ -26,7 +29,7 @@ from weft.comm.group import resolve_group, state_of
 from weft.comm_hooks import quantize_cpu
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.in_order import completed, queue_of, run_in_order
-from weft.comm_hooks.mean import FEATURE, is_lossy_safe, launch_mean
+from weft.comm_hooks.mean import feature_of, is_lossy_safe, is_scattered, launch_bucket_mean
 from weft.comm_hooks.quantize import LIMITS, Codec, Own, TorchCodec
 from weft.comm_hooks.quantize_plan import QuantizePlan, plan_blocks, plan_gradients
 from weft.comm_hooks.saved import GroupFreePickle
@@ -88,12 +91,12 @@ State = QuantizationState | ProcessGroup | None
 def quantization_pertensor_hook(process_group: State, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average the bucket in bytes, with a scale for each gradient (for each rank's part of it)."""
     state = _state_of(process_group)
+    numel, starts = bucket.buffer().numel(), bucket.starts()
+    is_cpu = bucket.buffer().device.type == "cpu"
     return _average(
         state,
         bucket,
-        lambda size: plan_gradients(
-            bucket.buffer().numel(), size, bucket.starts(), is_cpu=bucket.buffer().device.type == "cpu"
-        ),
+        lambda size, in_parts: plan_gradients(numel, size, starts, is_cpu=is_cpu, in_parts=in_parts),
     )
 
 
@@ -104,7 +107,11 @@ def quantization_perchannel_hook(
     state = _state_of(process_group)
     block_numel = state.block_size if state is process_group else bucket_size
     numel, starts = bucket.buffer().numel(), bucket.starts()
-    return _average(state, bucket, lambda size: plan_blocks(numel, size, block_numel, starts))
+    return _average(
+        state,
+        bucket,
+        lambda size, in_parts: plan_blocks(numel, size, block_numel, starts, in_parts=in_parts),
+    )
 
 
 def _state_of(given: State) -> QuantizationState:
@@ -112,47 +119,77 @@ def _state_of(given: State) -> QuantizationState:
 
 
 def _average(
-    state: QuantizationState, bucket: GradBucket, plan_for: Callable[[int], QuantizePlan]
+    state: QuantizationState, bucket: GradBucket, plan_for: Callable[[int, bool], QuantizePlan]
 ) -> Future[torch.Tensor]:
     group = resolve_group(state.process_group)
     buffer = bucket.buffer()
     if group.size() == 1:
         return completed(buffer, buffer)
     if not is_lossy_safe(buffer) or buffer.numel() == 0:
-        return run_in_order(group, buffer, lambda: launch_mean(buffer, group).wait())
-    plan = plan_for(group.size())
-    return run_in_order(group, buffer, lambda: _exchange(state, bucket, plan, group))
+        return run_in_order(group, buffer, lambda: launch_bucket_mean(bucket, group).wait())
+    in_parts = is_scattered(bucket, group)
+    exchange = _Exchange(state, bucket, plan_for(group.size(), in_parts), group)
+    return run_in_order(group, buffer, exchange.average_part if in_parts else exchange.average)
 
 
-def _exchange(
-    state: QuantizationState, bucket: GradBucket, plan: QuantizePlan, group: ProcessGroup
-) -> torch.Tensor:
-    buffer = bucket.buffer()
-    rank, size = state_of(group).rank, group.size()
-    scratch = queue_of(group).scratch
-    num_bytes = plan.message_bytes
-    # A rank sends itself nothing: its own chunk goes into the sum as it is.
-    peers = [peer for peer in range(size) if peer != rank]
-    splits = [0 if peer == rank else num_bytes for peer in range(size)]
-    sent = scratch.take("sent", num_bytes * (size - 1), buffer.device, group)
-    received = scratch.take("received", num_bytes * (size - 1), buffer.device, group)
-    mean = scratch.take("mean", num_bytes, buffer.device, group)
-    means = scratch.take("means", num_bytes * size, buffer.device, group)
-    codec = choose_codec(plan, state.dtype, buffer)
-    keeps_error = state.error_feedback
-    values = state.with_error(bucket) if keeps_error else buffer
+class _Exchange:
+    """One bucket's way through the bytes. Its steps run in the group's queue."""
 
-    codec.quantize(values, sent, peers, keeps_error=keeps_error)
-    comm.all_to_all_single(received, sent, splits, splits, group, feature=FEATURE).wait()
-    codec.fold(values, received, Own(rank, mean, buffer), keeps_error=keeps_error)
-    if size == 2:
-        # The means are exchanged. On gloo this takes half as long as an all-gather.
-        theirs = means.narrow(0, peers[0] * num_bytes, num_bytes)
-        comm.all_to_all_single(theirs, mean, splits, splits, group, feature=FEATURE).wait()
-    else:
-        comm.all_gather_into_tensor(means, mean, group, feature=FEATURE).wait()
-    codec.restore(means, buffer, peers)
-    return buffer
+    def __init__(
+        self, state: QuantizationState, bucket: GradBucket, plan: QuantizePlan, group: ProcessGroup
+    ) -> None:
+        self._state = state
+        self._bucket = bucket
+        self._plan = plan
+        self._group = group
+        self._feature = feature_of(bucket)
+        self._rank = rank = state_of(group).rank
+        self._keeps_error = state.error_feedback
+        # A rank sends itself nothing: its own chunk goes into the sum as it is.
+        self._peers = [peer for peer in range(group.size()) if peer != rank]
+        self._splits = [0 if peer == rank else plan.message_bytes for peer in range(group.size())]
+
+    def average(self) -> torch.Tensor:
+        """Leave the whole mean in the buffer, the same on all ranks."""
+        buffer, num_bytes = self._bucket.buffer(), self._plan.message_bytes
+        codec = choose_codec(self._plan, self._state.dtype, buffer)
+        values, received = self._send(codec)
+        mean, means = self._take("mean", 1), self._take("means", self._group.size())
+        codec.fold(values, received, Own(self._rank, mean, buffer), keeps_error=self._keeps_error)
+        if len(self._peers) == 1:
+            # The means are exchanged. On gloo this takes half as long as an all-gather.
+            self._all_to_all(means.narrow(0, self._peers[0] * num_bytes, num_bytes), mean)
+        else:
+            comm.all_gather_into_tensor(means, mean, self._group, feature=self._feature).wait()
+        codec.restore(means, buffer, self._peers)
+        return buffer
+
+    def average_part(self) -> torch.Tensor:
+        """Leave this rank's part of the mean in its part of the buffer, which is its chunk."""
+        buffer, chunk = self._bucket.buffer(), self._plan.chunks[self._rank]
+        codec = choose_codec(self._plan, self._state.dtype, buffer)
+        values, received = self._send(codec)
+        codec.add_up(values, received, self._rank, buffer)
+        if self._keeps_error:
+            values.narrow(0, chunk.start, chunk.numel).zero_()  # nothing was taken from it
+        return buffer
+
+    def _send(self, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give each rank its chunk: the numbers, whose own chunk is untouched, and what came for that."""
+        sent, received = self._take("sent", len(self._peers)), self._take("received", len(self._peers))
+        values = self._state.with_error(self._bucket) if self._keeps_error else self._bucket.buffer()
+        codec.quantize(values, sent, self._peers, keeps_error=self._keeps_error)
+        self._all_to_all(received, sent)
+        return values, received
+
+    def _all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        comm.all_to_all_single(
+            out, tensor, self._splits, self._splits, self._group, feature=self._feature
+        ).wait()
+
+    def _take(self, name: str, num_messages: int) -> torch.Tensor:
+        num_bytes = num_messages * self._plan.message_bytes
+        return queue_of(self._group).scratch.take(name, num_bytes, self._bucket.buffer().device, self._group)
 
 
 def choose_codec(plan: QuantizePlan, dtype: torch.dtype, buffer: torch.Tensor) -> Codec:

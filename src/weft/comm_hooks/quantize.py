@@ -50,6 +50,13 @@ class Codec(Protocol):
         """
         ...
 
+    def add_up(self, values: torch.Tensor, received: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+        """Write the mean of the own chunk of `values` and everyone's messages into the bucket, unrounded.
+
+        The own chunk of `values` holds anything after it.
+        """
+        ...
+
     def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages of these ranks, out of everyone's, into the bucket."""
         ...
@@ -95,14 +102,23 @@ class TorchCodec:
         by_row = [scales, *(peer_scales for _, peer_scales in opened)]
         for (workspace, total), blocks, block_scales in _blocks(chunk, flats, by_row):
             block, out, block_codes, *peer_codes = blocks
-            before = block
-            for theirs, their_scales in zip(peer_codes, block_scales[1:], strict=True):
-                before = torch.addcmul(before, workspace.copy_(theirs), their_scales, out=total)
+            _sum_into(total, block, workspace, peer_codes, block_scales[1:])
             encode(total, block_codes, block_scales[0], workspace, keeps_error=keeps_error)
             if keeps_error:
                 block.copy_(total)
             # The codes of a mean are those of its sum: only the scales are divided.
             torch.mul(workspace, block_scales[0].div_(num_peers + 1), out=out)
+
+    def add_up(self, values: torch.Tensor, received: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+        """Write the unrounded mean."""
+        own = self._plan.chunks[chunk]
+        opened = open_received(self._plan, received, chunk, self._dtype)
+        parts = [tensor.narrow(0, own.start, own.numel) for tensor in (values, out)]
+        flats = [*parts, *(codes for codes, _ in opened)]
+        for (workspace, total), blocks, scales in _blocks(own, flats, [scales for _, scales in opened]):
+            block, block_out, *peer_codes = blocks
+            _sum_into(total, block, workspace, peer_codes, scales)
+            torch.div(total, len(opened) + 1, out=block_out)
 
     def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages into the bucket."""
@@ -159,6 +175,19 @@ def encode(
     if keeps_error:
         # An infinite gradient is skipped by whoever scales losses; its error must not stay.
         torch.nan_to_num_(rows.addcmul_(workspace, scales, value=-1), 0.0, 0.0, 0.0)
+
+
+def _sum_into(
+    total: torch.Tensor,
+    own: torch.Tensor,
+    workspace: torch.Tensor,
+    codes: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+) -> None:
+    """The own block and what each peer's codes and scales say, in float32."""
+    before = own
+    for theirs, their_scales in zip(codes, scales, strict=True):
+        before = torch.addcmul(before, workspace.copy_(theirs), their_scales, out=total)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -66,9 +66,7 @@ class RowCodec:
         written: list[float] = []
         rows = _rows(chunk, [*parts, codes, *(peer_codes for peer_codes, _ in opened)])
         for (row, out, row_codes, *peer_codes), peer_scales in zip(rows, by_row, strict=True):
-            plain = self._plain[: len(row)]
-            for theirs, scale in zip(peer_codes, peer_scales, strict=True):
-                row.add_(plain.copy_(theirs), alpha=scale)
+            self._add_peers(row, peer_codes, peer_scales)
             scale = self._encode(row, row_codes)
             plain = self._encoded(row_codes)
             if keeps_error:
@@ -77,6 +75,17 @@ class RowCodec:
             written.append(scale / (num_peers + 1))
             torch.mul(plain, written[-1], out=out)
         scales.copy_(torch.tensor(written))
+
+    def add_up(self, values: torch.Tensor, received: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+        """Write the unrounded mean."""
+        own = self._plan.chunks[chunk]
+        opened = open_received(self._plan, received, chunk, self._dtype)
+        by_row = zip(*(scales.tolist() for _, scales in opened), strict=True)
+        parts = [tensor.narrow(0, own.start, own.numel) for tensor in (values, out)]
+        rows = _rows(own, [*parts, *(codes for codes, _ in opened)])
+        for (row, row_out, *codes), scales in zip(rows, by_row, strict=True):
+            self._add_peers(row, codes, scales)
+            torch.div(row, len(opened) + 1, out=row_out)
 
     def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages into the bucket."""
@@ -87,6 +96,11 @@ class RowCodec:
             for (row, row_codes), scale in zip(_rows(chunk, [part, codes]), scales.tolist(), strict=True):
                 # Through `row` itself: a product that meets cold memory only when it is written is slower.
                 row.copy_(row_codes).mul_(scale)
+
+    def _add_peers(self, row: torch.Tensor, codes: Sequence[torch.Tensor], scales: Sequence[float]) -> None:
+        plain = self._plain[: len(row)]
+        for theirs, scale in zip(codes, scales, strict=True):
+            row.add_(plain.copy_(theirs), alpha=scale)
 
     def _encode(self, row: torch.Tensor, codes: torch.Tensor) -> float:
         """Write the codes of a row; its scale."""

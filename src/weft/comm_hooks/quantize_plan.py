@@ -1,6 +1,7 @@
 """Where a bucket's numbers, codes and scales lie when it travels quantized. Pure: sizes in, plan out.
 
-A bucket is cut into one chunk a rank, the one it adds up. A chunk is cut into rows that
+A bucket is cut into one chunk a rank, the one it adds up: at aligned places, or into the equal parts of
+a sharded module's ranks. A chunk is cut into rows that
 have a scale each: blocks of a fixed size, or pieces of one gradient.
 In a message the codes of a chunk (a byte each) come first and its scales (float32)
 after them; all messages of a bucket have the same size.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-# Chunks and messages begin at multiples of it, so that scales lie where float32 may.
+# Messages begin at multiples of it, so that scales lie where float32 may, and chunks for wide loads.
 ALIGNMENT = 16
 SCALE_BYTES = 4
 # Of a gradient's rows. Longer ones would save no bytes to speak of, and cost precision; shorter ones
@@ -62,21 +63,26 @@ class QuantizePlan:
 
 
 @lru_cache(maxsize=256)
-def plan_blocks(numel: int, group_size: int, block_numel: int, starts: tuple[int, ...] = ()) -> QuantizePlan:
-    """A scale for every `block_numel` numbers of a chunk. No block holds numbers of two gradients."""
-    return _plan(numel, group_size, starts, block_numel)
+def plan_blocks(
+    numel: int, group_size: int, block_numel: int, starts: tuple[int, ...] = (), *, in_parts: bool = False
+) -> QuantizePlan:
+    """A scale for every `block_numel` numbers of a chunk. No block holds numbers of two gradients.
+
+    `in_parts`: the chunks are the bucket's equal parts.
+    """
+    return _plan(_spans(numel, group_size, in_parts=in_parts), starts, block_numel)
 
 
 @lru_cache(maxsize=256)
 def plan_gradients(
-    numel: int, group_size: int, starts: tuple[int, ...], *, is_cpu: bool = False
+    numel: int, group_size: int, starts: tuple[int, ...], *, is_cpu: bool = False, in_parts: bool = False
 ) -> QuantizePlan:
     """A scale for every gradient, large ones in pieces; `starts` says where gradients begin in the bucket."""
-    return _plan(numel, group_size, starts, MOST_CPU_ROW_NUMEL if is_cpu else MOST_ROW_NUMEL)
+    most_numel = MOST_CPU_ROW_NUMEL if is_cpu else MOST_ROW_NUMEL
+    return _plan(_spans(numel, group_size, in_parts=in_parts), starts, most_numel)
 
 
-def _plan(numel: int, group_size: int, cuts: tuple[int, ...], row_numel: int) -> QuantizePlan:
-    spans = _spans(numel, group_size)
+def _plan(spans: list[tuple[int, int]], cuts: tuple[int, ...], row_numel: int) -> QuantizePlan:
     chunks = tuple(Chunk(start, stop - start, _runs(start, stop, cuts, row_numel)) for start, stop in spans)
     scales_start = _aligned(max(chunk.numel for chunk in chunks))
     most_rows = max(chunk.num_rows for chunk in chunks)
@@ -98,9 +104,10 @@ def _runs(start: int, stop: int, cuts: tuple[int, ...], row_numel: int) -> tuple
     return tuple(runs)
 
 
-def _spans(numel: int, group_size: int) -> list[tuple[int, int]]:
+def _spans(numel: int, group_size: int, *, in_parts: bool) -> list[tuple[int, int]]:
     """Where each rank's chunk begins and ends; the last ones of a small bucket are empty."""
-    length = _aligned(-(-numel // group_size))
+    length = -(-numel // group_size)
+    length = length if in_parts else _aligned(length)
     return [(min(rank * length, numel), min((rank + 1) * length, numel)) for rank in range(group_size)]
 
 

@@ -79,6 +79,20 @@ class TritonCodec:
             KEEPS_ERROR=keeps_error,
         )
 
+    def add_up(self, values: torch.Tensor, received: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+        """Write the unrounded mean."""
+        table = _table(self._plan, ((chunk, 0),), values.device)
+        num_peers = received.numel() // self._plan.message_bytes
+        table.launch(
+            _add_up,
+            values,
+            *self._open(received),
+            out=out,
+            num_peers=num_peers,
+            group_size=float(num_peers + 1),
+            message_bytes=self._plan.message_bytes,
+        )
+
     def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         """Write the messages into the bucket."""
         table = _table(self._plan, tuple((which, which) for which in chunks), out.device)
@@ -221,6 +235,18 @@ def _quantize(
 
 
 @triton.jit
+def _add_peers(
+    total, codes, scales, code_at, scale_at, inside, is_row, num_peers, message_bytes, WIDE: tl.constexpr
+):
+    for peer in range(num_peers):
+        # In 64 bits: the messages may be more than 2 GB together.
+        message = tl.multiple_of(peer.to(tl.int64) * message_bytes, 16)
+        code = _load(codes + (message + code_at), inside, WIDE)
+        total += code * _load(scales + (message // 4 + scale_at), is_row, WIDE)[:, None]
+    return total
+
+
+@triton.jit
 def _fold(
     values,
     codes,
@@ -241,11 +267,9 @@ def _fold(
 ):
     at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
     total = _load(values + at, inside, WIDE)
-    for peer in range(num_peers):
-        # In 64 bits: the messages may be more than 2 GB together.
-        message = tl.multiple_of(peer.to(tl.int64) * message_bytes, 16)
-        code = _load(peer_codes + (message + code_at), inside, WIDE)
-        total += code * _load(peer_scales + (message // 4 + scale_at), is_row, WIDE)[:, None]
+    total = _add_peers(
+        total, peer_codes, peer_scales, code_at, scale_at, inside, is_row, num_peers, message_bytes, WIDE
+    )
     scale, factor = _scales_and_factors(total, limit, TINY)
     code = _encode(total, factor, codes)
     _store(codes + code_at, code, inside, WIDE)
@@ -255,6 +279,28 @@ def _fold(
     if KEEPS_ERROR:
         _store(values + at, _errors(total, code, scale), inside, WIDE)
     _store(out + at, code.to(tl.float32) * mean_scale[:, None], inside, WIDE)
+
+
+@triton.jit
+def _add_up(
+    values,
+    codes,
+    scales,
+    entries,
+    out,
+    num_peers,
+    group_size,
+    message_bytes,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    at, code_at, scale_at, inside, is_row = _open_rows(entries, ROWS, TILE, WIDE)
+    total = _load(values + at, inside, WIDE)
+    total = _add_peers(
+        total, codes, scales, code_at, scale_at, inside, is_row, num_peers, message_bytes, WIDE
+    )
+    _store(out + at, tl.div_rn(total, tl.zeros_like(total) + group_size), inside, WIDE)
 
 
 @triton.jit

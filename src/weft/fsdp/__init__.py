@@ -1,4 +1,4 @@
-"""Sharded data parallel: parameters, gradients and optimizer states in shards, gathered when they are needed."""
+"""Sharded data parallel: parameters, gradients and optimizer states in shards, gathered when needed."""
 
 from weft.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.module import FSDPModule, UnshardHandle

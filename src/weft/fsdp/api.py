@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -58,22 +59,24 @@ def fully_shard(  # type: ignore[misc]
 ) -> Any:
     """Shard the module's parameters over the ranks of the mesh, in place; returns the module.
 
-    Apply it to the inner modules first, then to the whole: each call makes one group of the parameters that no
-    inner one has, gathered and reduced together. Parameters become DTensors, sharded on dim 0 or as
-    `shard_placement_fn(param)` says; for forward and backward they are gathered. A mesh of two axes replicates over
-    the first and shards over the second.
+    Apply it to the inner modules first, then to the whole: each call makes one group of the parameters that
+    no inner one has, gathered and reduced together. Parameters become DTensors, sharded on dim 0 or as
+    `shard_placement_fn(param)` says; for forward and backward they are gathered. A mesh of two axes
+    replicates over the first and shards over the second.
 
-    `reshard_after_forward`: True frees parameters after forward; False keeps them for backward; a number keeps them
-    sharded over so many neighbours; None is True, and False for the root.
+    `reshard_after_forward`: True frees parameters after forward; False keeps them for backward; a number
+    keeps them sharded over so many neighbours; None is True, and False for the root.
 
-    Every rank of the mesh must call it alike. Raises ConfigError for what can't work; nothing is changed then.
+    Every rank of the mesh must call it alike. Raises ConfigError for what can't work; nothing is changed
+    then.
     """
     modules = resolve_modules(module, FEATURE)
     data = resolve_mesh(mesh, dp_mesh_dims)
     keeps_root_whole = reshard_after_forward is None
     if dp_mesh_dims is not None and _is_number(reshard_after_forward):
         raise UnsupportedError(
-            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims). Use True or False."
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims). Use True or "
+            "False."
         )
     wanted: bool | int = True if reshard_after_forward is None else reshard_after_forward
     after_forward = None if data.shard_group is None else smaller_mesh(data, wanted)
@@ -154,7 +157,9 @@ def _is_number(value: object) -> bool:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method than forward gather the module's parameters as well. Does nothing for a plain module."""
+    """Let another method than forward gather the module's parameters as well. Does nothing for a plain
+    module.
+    """
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -170,7 +175,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = state.before_forward(self, args, kwargs)
         return state.after_forward(self, args, method(*args, **kwargs))
 
-    setattr(module, method_name, gathering.__get__(module, type(module)))
+    setattr(module, method_name, types.MethodType(gathering, module))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -64,7 +64,7 @@ class Conductor:
         self._plans: dict[Hashable, Plan] = {}
         self._phases: list[Phase] = []
         self._num_phases = 0
-        self.num_params = 0  # of all players; set by whoever numbers them
+        self.num_bits = 0  # that a rank has to tell at the end; set by whoever uses them
         self._is_alone = data.shard_size * data.replicate_size == 1
 
     # Phases
@@ -77,7 +77,7 @@ class Conductor:
     def end(self, bits: int = 0) -> list[int]:
         """It ends on this rank; returns when it has ended on all.
 
-        `bits` is what this rank has to tell, one for each parameter at most; returned is what each rank tells.
+        `bits` is what this rank has to tell; returned is what each rank tells.
         """
         phase = self._phases[-1]
         if self._is_alone:
@@ -107,7 +107,7 @@ class Conductor:
     # Operations
 
     def gather(self, group: int) -> None:
-        """This rank needs the group's parameters. Starts the gathering; starts the next one of the plan, too."""
+        """This rank needs the group's parameters. Starts to gather them, and what comes next."""
         self._perform_wish(Operation(Kind.GATHER, group))
         self.look_ahead()
 
@@ -181,7 +181,7 @@ class Conductor:
         """Do what some rank wishes until this rank's wish is done, or no rank has one."""
         num_places = len(phase.plan or ())
         words = _split_words(sum(1 << place for place in phase.asked_for), _num_words(num_places))
-        words += _split_words(bits, _num_words(self.num_params))
+        words += _split_words(bits, _num_words(self.num_bits))
         head = [phase.number, _fingerprint(phase.key), 0 if wish is None else wish.code, asked_at]
         while True:
             rows = self._exchange([*head, *words])

@@ -1,7 +1,7 @@
 """A copy of a sharded model that is sharded alike and independent of it.
 
-Modules are copied as plain ones with sharded parameters, without hooks and states; then both, the old and the new,
-get their states. So a copy never sees half-made buffers, and process groups are shared.
+Modules are copied as plain ones with sharded parameters, without hooks and states; then both, the old and the
+new, get their states. So a copy never sees half-made buffers, and process groups are shared.
 """
 
 from __future__ import annotations
@@ -60,20 +60,19 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _check_ready(states: Sequence[ModuleState]) -> None:
     if any(state.tree is None for state in states):
         raise RefusedError(
-            "FSDP does not support deepcopy of a model that has not run yet. Copy it before fully_shard, or after its "
-            "first forward. Please use state dict for serialization."
+            "FSDP does not support deepcopy of a model that has not run yet. Copy it before fully_shard, or "
+            "after its first forward. Please use state dict for serialization."
         )
 
 
 def _copy_state(state: ModuleState, memo: dict[int, Any]) -> ModuleState:
-    new = ModuleState(
+    return ModuleState(
         [memo[id(module)] for module in state.modules],
         [_copy_group(group, memo) for group in state.groups],
         state.policy,
         state.device,
         keeps_root_whole=state.keeps_root_whole,
     )
-    return new
 
 
 def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:

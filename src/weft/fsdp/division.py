@@ -27,8 +27,8 @@ def plan_division(
 ) -> Division:
     """The mean over `num_ranks`, or the sum over `factor`.
 
-    Half precision is divided by about the square root before and after: its sums run over, and numbers divided
-    by all at once vanish.
+    Half precision is divided by about the square root before and after: its sums run over, and numbers
+    divided by all at once vanish.
     """
     divisor = float(num_ranks if factor is None else factor)
     if dtype is torch.float16:

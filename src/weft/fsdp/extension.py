@@ -1,7 +1,7 @@
 """Parameters whose tensor class says itself what is gathered, and what becomes of it.
 
-A tensor subclass with `fsdp_pre_all_gather` gives the tensors that travel (8-bit values and a scale, say), and
-its `fsdp_post_all_gather` makes the whole parameter of what has arrived.
+A tensor subclass with `fsdp_pre_all_gather` gives the tensors that travel (8-bit values and a scale, say),
+and its `fsdp_post_all_gather` makes the whole parameter of what has arrived.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class ExtendedParam:
             return local.fsdp_pre_all_gather(shard_mesh)
         if num_args != 5:
             raise RefusedError(
-                f"Invalid fsdp_pre_all_gather of parameter {param.name}: it takes {num_args} arguments. Expects "
-                "fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)."
+                f"Invalid fsdp_pre_all_gather of parameter {param.name}: it takes {num_args} arguments. "
+                "Expects fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)."
             )
         shape = torch.Size(param.split.shape)
         given, metadata = local.fsdp_pre_all_gather(
@@ -102,9 +102,9 @@ class ExtendedParam:
         if is_short and any(tensor.size() != padded for tensor in given):
             raise RefusedError(
                 f"parameter {param.name}: When a parameter is unevenly sharded by FSDP (orig "
-                f"size={tuple(param.split.shape)}, FSDP world size={self._data.shard_size}), fsdp_pre_all_gather "
-                f"must return all-gather inputs with the padded sharded size {tuple(padded)} but got "
-                f"{[tuple(tensor.size()) for tensor in given]}."
+                f"size={tuple(param.split.shape)}, FSDP world size={self._data.shard_size}), "
+                "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
+                f"{tuple(padded)} but got {[tuple(tensor.size()) for tensor in given]}."
             )
 
     def finish_gather(self) -> None:
@@ -151,6 +151,6 @@ def _check_pair(param: ShardedParam) -> None:
     missing = [name for name in names if not hasattr(param.local, name)]
     if missing:
         raise RefusedError(
-            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
-            f"{type(param.local).__name__} of parameter {param.name} lacks {missing[0]}."
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather "
+            f"extensions: {type(param.local).__name__} of parameter {param.name} lacks {missing[0]}."
         )

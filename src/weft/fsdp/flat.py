@@ -1,9 +1,9 @@
 """Parameters in flat buffers: this rank's pieces in one shard, all whole ones in another.
 
-Parameters of one dtype are kept in the shard: their local tensors are views of it, so that a gathering needs no copy
-in. Users may give a parameter other memory (`module.to`, load_state_dict(assign=True), `.data = `); it is noticed
-before the next gathering and taken over. Parameters of several dtypes travel together too, as bytes: theirs are put
-into a shard for each gathering.
+Parameters of one dtype are kept in the shard: their local tensors are views of it, so that a gathering needs
+no copy in. Users may give a parameter other memory (`module.to`, load_state_dict(assign=True), `.data = `);
+it is noticed before the next gathering and taken over. Parameters of several dtypes travel together too, as
+bytes: theirs are put into a shard for each gathering.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ class FlatParams:
 
     def launch_gather(self, name: str, *, from_small: bool) -> None:
         """Start to make the whole parameters."""
-        self.keep_up()
         self._make_whole()
         if self._is_alias:
             return
@@ -278,7 +277,7 @@ class FlatParams:
     def _small_local(
         self, param: ShardedParam, split: Split, rank: int, shard: torch.Tensor, at: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """What a parameter shows of itself on the smaller mesh: where it can, memory that is gathered from."""
+        """What a parameter shows of itself on the smaller mesh: memory that is gathered from, if it can."""
         factor = param.split.num_ranks // split.num_ranks
         if self._lies_in_order(param) and split.length == factor * param.split.length:
             return _typed_view(shard, at, split.piece_shape(rank), dtype)

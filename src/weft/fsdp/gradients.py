@@ -1,7 +1,7 @@
 """The sharded gradients of some parameters: one flat buffer, a view and a DTensor for each.
 
-The buffer and the DTensors are used again in the next step, unless the user still holds one of them: what is kept
-keeps its values.
+The buffer and the DTensors are used again in the next step, unless the user still holds one of them: what is
+kept keeps its values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A group of parameters that are gathered, freed and reduced together.
 
 It is sharded, whole, or (between forward and backward) sharded over a smaller mesh; its modules have the
-parameters that go with that. When it changes is the business of state.py; in which order it may use the network, of
-conductor.py, which calls `launch_gather` and `launch_reduce`.
+parameters that go with that. When it changes is the business of state.py; in which order it may use the
+network, of conductor.py, which calls `launch_gather` and `launch_reduce`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from weft.fsdp.param import ShardedParam
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.reduce import Batch, Reduction, gradient_batches
 from weft.fsdp.reductions import Reductions
+from weft.fsdp.roster import Roster, take_gradients
 from weft.fsdp.settings import Settings
 from weft.fsdp.user_hooks import give_gradient
+
+_NOTHING = torch.empty(0)
 
 
 class Shown(Enum):
@@ -58,11 +61,14 @@ class ParamGroup:
         self.conductor = Conductor(data, [self], lambda: None)
         self.reductions = Reductions()
         self.shown = Shown.SHARDED
+        self._roster = Roster(params)
         self._parts: list[FlatParams | ExtendedParam] = []
         self._is_pending = False
         self._is_small_everywhere = False  # agreed with all ranks: they gather from there
         self._served: list[Any] = []
         self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._trainable: list[bool] = []
         self._batches: list[Batch] = []
         self._undecided: list[tuple[ShardedParam, DTensor]] = []
         self.used = 0  # a bit for each parameter that this rank has had a gradient for in this backward
@@ -70,9 +76,10 @@ class ParamGroup:
     # Memory
 
     def prepare(self) -> None:
-        """Make the flat buffers, or make them anew where parameters have changed their dtype or their device."""
+        """Make the flat buffers, anew where parameters have changed their dtype or their device."""
         for param in self.params:
             param.take_replaced()
+        self._roster.renew()
         if any(param.local.is_meta for param in self.params):
             return
         if not self._parts or not all(part.fits() for part in self._parts):
@@ -80,7 +87,7 @@ class ParamGroup:
 
     def _build(self) -> None:
         self._parts = []
-        self._batches = []
+        self._batches, self._trainable = [], []
         plain: list[ShardedParam] = []
         for param in self.params:
             param.whole = None
@@ -90,6 +97,14 @@ class ParamGroup:
                 plain.append(param)
         if plain:
             self._parts.append(FlatParams(plain, self.data, self.policy, self.settings))
+
+    def _keep_up(self) -> None:
+        """Notice what users have done to the parameters since the last time."""
+        if not self._parts or self._addresses != self._roster.addresses():
+            self.prepare()
+            for part in self._parts:
+                part.keep_up()
+            self._addresses = self._roster.addresses()
 
     @property
     def is_alone(self) -> bool:
@@ -109,14 +124,19 @@ class ParamGroup:
     # Gathering
 
     def need_whole(self) -> None:
-        """Return when the modules have whole parameters. Those that the plan has next are on their way then."""
-        if self.shown is Shown.WHOLE and self._is_stale():
-            self.reshard()
-        if self.shown is Shown.WHOLE or self._is_pending:
+        """Return when the modules have whole parameters; what the plan has next is on its way then."""
+        if self.shown is Shown.WHOLE:
+            return
+        if self._is_pending:
             self.conductor.found_ready(self.index)
         else:
             self.start_whole()
         self.finish_whole()
+
+    def drop_stale(self) -> None:
+        """Free whole parameters that were kept while the sharded ones were changed."""
+        if self.shown is Shown.WHOLE and self._versions and self._versions != self._roster.versions():
+            self.reshard()
 
     def start_whole(self) -> None:
         """Start to gather, unless that is under way or done."""
@@ -130,7 +150,7 @@ class ParamGroup:
     def launch_gather(self) -> None:
         """Start to gather, or help others to. Called in the same order on all ranks."""
         if self.shown is Shown.SHARDED and not self._is_pending:
-            self.prepare()
+            self._keep_up()
         if self.shown is Shown.WHOLE or self._is_pending:
             self._served += [part.serve_gather(self.name) for part in self._parts]
             return
@@ -147,10 +167,11 @@ class ParamGroup:
         self._is_pending = False
         for part in self._parts:
             part.finish_gather()
-        for param in self.params:
-            param.show_whole()
+        self._roster.show_whole()
         self.shown = Shown.WHOLE
-        self._versions = self._find_versions()
+        # Only what is kept can become stale.
+        is_kept = self.settings.after_forward is None or not self.settings.reshards_after_backward
+        self._versions = self._roster.versions() if is_kept else []
         note(
             "unshard",
             FEATURE,
@@ -166,13 +187,6 @@ class ParamGroup:
             if handle is not None:
                 handle.wait()
 
-    def _find_versions(self) -> list[int]:
-        return [param.sharded._version + param.local._version for param in self.params]
-
-    def _is_stale(self) -> bool:
-        """Whether the sharded parameters were changed since the whole ones were gathered from them."""
-        return self._versions != self._find_versions()
-
     def reshard(self) -> None:
         """Give the modules sharded parameters, and the memory of the whole ones back."""
         self._finish_served()
@@ -182,8 +196,7 @@ class ParamGroup:
                 part.drop_gather()
         elif self.shown is Shown.SHARDED:
             return
-        for param in self.params:
-            param.show_sharded()
+        self._roster.show_sharded()
         for part in self._parts:
             part.free()
         self.shown = Shown.SHARDED
@@ -204,6 +217,11 @@ class ParamGroup:
             self.shown = Shown.SMALL
             note("reshard", FEATURE, self.name, small.shard_group, bytes_in=self.num_bytes)
 
+    def stays_whole(self, *, in_backward: bool) -> bool:
+        """Whether it is whole and stays so when the forward, or the backward, has ended."""
+        is_kept = not in_backward or not self.settings.reshards_after_backward
+        return self.shown is Shown.WHOLE and is_kept and self.data.shard_size > 1
+
     def settle_small(self, is_everywhere: bool) -> None:
         """After a forward of all ranks: whether every one of them has this group on the smaller mesh."""
         if self._is_pending and is_everywhere:
@@ -217,7 +235,7 @@ class ParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return any(param.has_gradient for param in self.params)
+        return self._roster.has_gradients() or any(param.accumulated is not None for param in self.params)
 
     def accumulate(self) -> None:
         """Keep the gradients of a backward that doesn't reduce."""
@@ -230,18 +248,17 @@ class ParamGroup:
         if self.is_alone and self.settings.comm_hook is None and self.settings.all_reduce_hook is None:
             self._keep_own_gradients()
             return
+        self.reductions.make_room()
         for number, batch in enumerate(self._find_batches()):
-            grads = [param.take_gradient() for param in batch.params]
-            for param, grad in zip(batch.params, grads, strict=True):
-                if grad is not None:
-                    self.used |= 1 << param.bit
+            grads = take_gradients(batch.params, batch.wholes())
+            self.used |= batch.bits_of(grads)
             self.reductions.add(self, Reduction(batch, grads, self.name, self.index * 8 + number))
 
     def _find_batches(self) -> list[Batch]:
-        wanted = gradient_batches(self.params, lambda param: param.reduce_dtype(self.policy))
-        if len(wanted) != len(self._batches) or not all(
-            batch.is_for(params) for batch, params in zip(self._batches, wanted, strict=True)
-        ):
+        trainable = self._roster.trainable()
+        if self._trainable != trainable:
+            self._trainable = trainable
+            wanted = gradient_batches(self.params, lambda param: param.reduce_dtype(self.policy))
             self._batches = [
                 Batch(params, self.data, params[0].reduce_dtype(self.policy), self.settings)
                 for params in wanted
@@ -251,8 +268,8 @@ class ParamGroup:
     def _keep_own_gradients(self) -> None:
         """A single rank's gradients are the mean already."""
         factor = self.settings.divide_factor
-        for param in self.params:
-            grad = param.take_gradient()
+        grads = take_gradients(self.params, [param.whole for param in self.params])
+        for param, grad in zip(self.params, grads, strict=True):
             if grad is None:
                 if self.settings.reduces_unused and param.sharded.requires_grad:
                     grad = torch.zeros(param.local_shape, dtype=param.dtype, device=param.local.device)
@@ -265,7 +282,7 @@ class ParamGroup:
         note("reduce", FEATURE, self.name, None)
 
     def deliver(self, param: ShardedParam, grad: DTensor | None, had: bool) -> None:
-        """A parameter's mean is there; None: it was added to the gradient. `had`: this rank had a part in it."""
+        """A mean is there; None: it was added to the gradient. `had`: this rank had a part in it."""
         if had or self.settings.reduces_unused:
             give_gradient(param, grad)
         elif grad is not None:
@@ -278,6 +295,15 @@ class ParamGroup:
             if used_somewhere >> param.bit & 1:
                 give_gradient(param, grad)
         self.used = 0
+
+    def release_gradients(self) -> None:
+        """Let go of the memory of gradients that nobody has any more."""
+        if self.is_alone:
+            for param in self.params:
+                if param.grad_wrapper is not None and param.sharded.grad is None:
+                    param.grad_wrapper._local_tensor = _NOTHING
+        for batch in self._batches:
+            batch.release()
 
     def forget_step(self) -> None:
         """Drop everything that an exception has left unfinished, gradients included."""

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm_hooks.bucket import GradHook
-from weft.comm_hooks.hook_check import check_hook
 from weft.errors import ConfigError, ConfigTypeError, InternalError, StateError
 from weft.fsdp.copying import copy_sharded
 from weft.fsdp.group import ParamGroup
+from weft.fsdp.hooked import register_hook
 from weft.fsdp.mesh import smaller_mesh
+from weft.fsdp.reduce import gradient_batches
 from weft.fsdp.state import ModuleState, check_has_values
 from weft.fsdp.tree import find_state
 
@@ -70,7 +71,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: start afresh. Call it on the root, on every rank.
 
-        Gradients that were not reduced yet are lost. A forward that failed is noticed by the next one as well.
+        Gradients that were not reduced yet are lost. A forward that failed is noticed by the next one as
+        well.
         """
         state = _state_of(self)
         if state.is_root is False:
@@ -92,7 +94,9 @@ class FSDPModule:
             group.settings.reduces_replicas = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With hybrid sharding: reduce over the replicas too, or keep this shard's sum until a backward that does."""
+        """With hybrid sharding: reduce over the replicas too, or keep this shard's sum until a backward that
+        does.
+        """
         for group in _groups_of(self, recurse=recurse):
             group.settings.reduces_replicas = requires_all_reduce
 
@@ -129,20 +133,28 @@ class FSDPModule:
 
     # How to reduce
 
-    def register_comm_hook(self, state: Any, hook: GradHook) -> None:
+    def register_comm_hook(self, state: Any, hook: GradHook, *, recurse: bool = True) -> None:
         """Reduce gradients with `hook(state, bucket)`, here and in the sharded modules inside.
 
-        The hooks of weft.comm_hooks work, and the user's own: it gets a bucket with a part for each rank that the
-        parameters are sharded over, and returns a Future of the mean; of it this rank's part is taken.
+        The hooks of weft.comm_hooks work, and the user's own: it gets a bucket with a part for each rank that
+        the parameters are sharded over, and returns a Future of the mean; of it this rank's part is taken.
+        Raises ConfigError where the hook would average over other ranks than those of the mesh.
         """
-        check_hook(hook)
-        for group in _groups_of(self):
-            group.settings.comm_hook, group.settings.comm_hook_state = hook, state
+        groups = list(_groups_of(self, recurse=recurse))
+        batches = [
+            gradient_batches(group.params, lambda param, group=group: param.reduce_dtype(group.policy))
+            for group in groups
+        ]
+        registered = register_hook(hook, state, [group.data for group in groups], sum(map(len, batches)))
+        for group in groups:
+            group.settings.comm_hook = registered
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Call the hook with the reduced shard (1-D), before gradients are made of it; it may change it in place."""
+        """Call the hook with the reduced shard (1-D), before gradients are made of it; it may change it in
+        place.
+        """
         for group in _state_of(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ConfigError("stream cannot be set when using native HSDP")
@@ -166,12 +178,14 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Give zeros, not None, to parameters that no rank has used. Ranks may differ in what they use anyhow."""
+        """Give zeros, not None, to parameters that no rank has used. Ranks may differ in what they use
+        anyhow.
+        """
         for group in _groups_of(self, recurse=recurse):
             group.settings.reduces_unused = reduce_scatter_unused_params
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Accepted with torch's meaning of a custom all-gather: `comm.allocate` and `comm(...)` are called."""
+        """Gather with the user's own all-gather: `comm.allocate` and `comm(...)` are called."""
         for group in _state_of(self).groups:
             group.settings.custom_gather = comm
 
@@ -189,7 +203,9 @@ class FSDPModule:
         """Accepted for torch's sake, without effect."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted for torch's sake: gradients are read where they lie, and two reductions are under way at most."""
+        """Accepted for torch's sake: gradients are read where they lie, and two reductions are under way at
+        most.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):  # pyright: ignore
             raise ConfigTypeError(
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}."
@@ -206,9 +222,10 @@ class FSDPModule:
                 continue
             ranks = tuple(dist.get_process_group_ranks(shard_group))
             if enable and ranks not in made:
-                made[ranks] = group.settings.reduce_group or dist.new_group(
+                new = group.settings.reduce_group or dist.new_group(
                     list(ranks), use_local_synchronization=True
                 )
+                made[ranks] = cast("dist.ProcessGroup", new)
             group.settings.reduce_group = made.get(ranks)
 
     # Of nn.Module

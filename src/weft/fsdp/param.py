@@ -1,4 +1,6 @@
-"""One sharded parameter: the DTensor that users and optimizers see, and the whole one that modules compute with."""
+"""One sharded parameter: the DTensor that users and optimizers see, and the whole one that modules compute
+with.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from weft.fsdp.mesh import DataMesh
 from weft.fsdp.placement import Placement, local_gradient, make_dtensor, with_dtype
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.split import Split
-from weft.tensors import contiguous_strides
 
 
 class ShardedParam:
@@ -26,6 +27,7 @@ class ShardedParam:
     ) -> None:
         self.name = name  # from the module that was sharded; from the root once that is known
         self.sites = list(sites)
+        self.slots = [_slot(site) for site in sites]  # where modules keep it: a dictionary and a name
         self.placement = placement
         self.split = Split(tuple(placement.local.shape), placement.dim, data.shard_size)
         self.local_shape = self.split.piece_shape(data.shard_rank)
@@ -41,11 +43,11 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's piece."""
-        return cast("DTensor", self.sharded)._local_tensor
+        return self.sharded._local_tensor  # type: ignore[attr-defined]
 
     @local.setter
     def local(self, tensor: torch.Tensor) -> None:
-        cast("DTensor", self.sharded)._local_tensor = tensor
+        self.sharded._local_tensor = tensor  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,34 +73,26 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Let every module that has this parameter have `param` for it."""
-        for site in self.sites:
-            if type(site.module).__setattr__ is nn.Module.__setattr__:
-                site.module._parameters[site.name] = param  # nn.Module's checks cost more than all else here
-            else:
-                setattr(site.module, site.name, param)
+        for slot, name in self.slots:
+            slot[name] = param
 
     def show_sharded(self) -> None:
         """Let modules have the sharded parameter."""
         self.register(self.sharded)
 
-    def show_whole(self) -> None:
-        """Let modules have the whole parameter."""
-        assert self.whole is not None
-        if self.whole.requires_grad != self.sharded.requires_grad:
-            self.whole.requires_grad_(self.sharded.requires_grad)
-        self.register(self.whole)
-
     def take_replaced(self) -> None:
-        """Take over a parameter that somebody has put in place of the sharded one: load_state_dict(assign=True)."""
+        """Take over a parameter that somebody has put in place of the sharded one:
+        load_state_dict(assign=True).
+        """
         site = self.sites[0]
         registered = site.module._parameters.get(site.name)
         if registered is self.sharded or registered is self.whole:
             return
         if not isinstance(registered, DTensor) or tuple(registered._local_tensor.shape) != self.local_shape:
             raise StateError(
-                f"fully_shard: parameter {self.name} was replaced by {_describe(registered)}; a DTensor with a "
-                f"local shape of {self.local_shape} is needed. Load values into it (load_state_dict, copy_), or "
-                "replace it before fully_shard."
+                f"fully_shard: parameter {self.name} was replaced by {_describe(registered)}; a DTensor with "
+                f"a local shape of {self.local_shape} is needed. Load values into it (load_state_dict, "
+                "copy_), or replace it before fully_shard."
             )
         self.sharded = registered
         self.grad_wrapper = None
@@ -180,10 +174,30 @@ def restored_from_ranks(by_rank: torch.Tensor, split: Split, out: torch.Tensor) 
 
 
 def _plain(grad: torch.Tensor, placement: Placement) -> torch.Tensor:
-    grad = local_gradient(grad, placement)
+    if type(grad) is not torch.Tensor:
+        grad = local_gradient(grad, placement)
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    return grad if grad.stride() == contiguous_strides(grad.shape) else grad.contiguous()
+    return grad if grad.is_contiguous() else grad.contiguous()
+
+
+class _Setter:
+    """A module that watches its attributes, as if it were the dictionary of its parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, name: str, param: nn.Parameter) -> None:
+        setattr(self._module, name, param)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return self._module._parameters[name]
+
+
+def _slot(site: Site) -> tuple[Any, str]:
+    # nn.Module's checks cost more than all else in a step of many small parameters.
+    is_plain = type(site.module).__setattr__ is nn.Module.__setattr__
+    return (site.module._parameters if is_plain else _Setter(site.module)), site.name
 
 
 def _describe(value: Any) -> str:

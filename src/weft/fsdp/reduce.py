@@ -1,8 +1,8 @@
 """Gradients of whole parameters become sharded means.
 
-A batch is what one collective carries: parameters of one dtype. Its reduction is launched in backward and goes
-through stages while backward goes on: reduced over the shards' ranks, then over those that hold the same shard,
-then divided, cast, and given to the parameters, whose hooks run.
+A batch is what one collective carries: parameters of one dtype. Its reduction is launched in backward and
+goes through stages while backward goes on: reduced over the shards' ranks, then over those that hold the same
+shard, then divided, cast, and given to the parameters, whose hooks run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from weft.fsdp.hooked import fill_rows, reduce_with_hook
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam, arranged_by_rank
 from weft.fsdp.settings import Settings
-from weft.fsdp.user_hooks import has_tensor_hooks
+from weft.fsdp.storage import allocate_storage, free_storage
+from weft.fsdp.told import bits_of
+from weft.fsdp.user_hooks import give_all, has_tensor_hooks
 from weft.tensors import copy_all, plan_spread
 
 Grads = Sequence[torch.Tensor | None]
@@ -53,11 +55,33 @@ class Batch:
         self.partial: torch.Tensor | None = None  # reduced over the shards' ranks only
         self.partial_had = 0
         self._shards: GradShards | None = None
+        self._wholes: list[Any] | None = None
+        self._bits = self._first_bit = 0
         self._spare: torch.Tensor | None = None  # for sums that are only added to gradients
 
-    def is_for(self, params: Sequence[ShardedParam]) -> bool:
-        """Whether these are the batch's parameters, as they are now."""
-        return self.params == list(params) and params[0].local.device == self.shard_device
+    def wholes(self) -> list[Any]:
+        """The whole parameters, whose gradients these are."""
+        if self._wholes is None or self._wholes[0] is not self.params[0].whole:
+            self._wholes = [param.whole for param in self.params]
+        return self._wholes
+
+    def bits_of(self, grads: Grads) -> int:
+        """A bit for each parameter that has a gradient."""
+        if all(grad is not None for grad in grads):
+            return self._all_bits()
+        return bits_of(param.bit for param, grad in zip(self.params, grads, strict=True) if grad is not None)
+
+    def _all_bits(self) -> int:
+        if not self._bits or self._first_bit != self.params[0].bit:
+            self._first_bit = self.params[0].bit
+            self._bits = bits_of(param.bit for param in self.params)
+        return self._bits
+
+    def release(self) -> None:
+        """Give back memory of gradients that nobody has, where it can be had again for little."""
+        is_cheap = self.data.device.type != "cpu"  # a CPU's new memory costs more than what is put in it
+        if is_cheap and self._shards is not None and not self._shards.is_held(self.params):
+            free_storage(self._shards.flat)
 
     def piece_shapes(self) -> list[torch.Tensor]:
         """A stand-in for one rank's full piece of each parameter: its shape, without memory."""
@@ -80,7 +104,9 @@ class Batch:
 
     def room(self) -> GradShards:
         """Room for this step's gradients: last step's, if nobody has them any more."""
-        if self._shards is None or self._shards.is_held(self.params):
+        if self._shards is not None and not self._shards.is_held(self.params):
+            allocate_storage(self._shards.flat)
+        else:
             flat = torch.zeros(self.spread.shard_numel, dtype=self.dtype, device=self.shard_device)
             self._shards = GradShards(self.params, self.spread.shard_starts, flat)
         return self._shards
@@ -180,6 +206,12 @@ class Reduction:
             work.wait()
         return None
 
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Of the gradients that go in, and of this rank's part of the mean."""
+        spread, width = self._batch.spread, self._batch.reduce_dtype.itemsize
+        return sum(spread.numels) * width, spread.shard_numel * width
+
     def start_replicas(self) -> None:
         """Begin the second stage, where there is one."""
         if self._batch.data.replicate_size > 1:
@@ -214,7 +246,9 @@ class Reduction:
 
     @torch.no_grad()
     def finish(self, deliver: Callable[[ShardedParam, Any, bool], None], scale: float = 1.0) -> None:
-        """The last stage: means are there. `deliver` gets each parameter's, and whether this rank had a part in it."""
+        """The last stage: means are there. `deliver` gets each parameter's, and whether this rank had a part
+        in it.
+        """
         self.finish_scatter()
         if self.is_partial:
             return
@@ -228,16 +262,18 @@ class Reduction:
             self._out.mul_(scale)
         batch = self._batch
         if self._shards is not None:
-            given: Sequence[Any] = self._shards.wrappers
+            given: list[Any] = list(self._shards.wrappers)
         elif self._adds_in_place():
             self._add_all()
             given = [None] * len(batch.params)
         else:
             flat = self._out.to(batch.shard_device, batch.dtype, copy=True)
             shards = GradShards(batch.params, batch.spread.shard_starts, flat)
-            given = shards.wrappers
+            given = list(shards.wrappers)
         if self._shards is None:
             batch.give_back(self._out)
+        if self._shards is not None and all(self.had) and give_all(batch.params, given):
+            return
         for param, grad, had in zip(batch.params, given, self.had, strict=True):
             deliver(param, grad, had)
 

@@ -1,7 +1,7 @@
 """The reductions under way in a backward, in the order in which they were launched.
 
-Two are under way at most: memory for gradients is given back as backward goes on, and the one before last has had
-the time of a layer to arrive.
+Two are under way at most: memory for gradients is given back as backward goes on, and the one before last has
+had the time of a layer to arrive.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from weft.fsdp.group import ParamGroup
     from weft.fsdp.reduce import Reduction
 
-_MOST = 2
-
 
 class Reductions:
     """A queue of them, for all groups of a model."""
@@ -24,13 +22,13 @@ class Reductions:
         self._queue: list[tuple[ParamGroup, Reduction]] = []
         self.mean_scale = 1.0  # of gradients, where ranks have run out of inputs
 
+    def make_room(self) -> None:
+        """Another one is about to be launched. It may use the same buffers."""
+        self.finish()
+
     def add(self, group: ParamGroup, reduction: Reduction) -> None:
         """One more was launched."""
-        if self._queue:
-            self._queue[-1][1].start_replicas()
         self._queue.append((group, reduction))
-        while len(self._queue) > _MOST:
-            self._finish_first()
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -48,4 +46,6 @@ class Reductions:
     def _finish_first(self) -> None:
         group, reduction = self._queue.pop(0)
         reduction.finish(group.deliver, self.mean_scale)
-        note("reduce", "fsdp", group.name, group.data.shard_group or group.data.replicate_group)
+        bytes_in, bytes_out = reduction.num_bytes
+        ranks = group.data.shard_group or group.data.replicate_group
+        note("reduce", "fsdp", group.name, ranks, bytes_in=bytes_in, bytes_out=bytes_out)

@@ -1,7 +1,8 @@
 """`replicate_with_fsdp`: data parallel by the machinery of fully_shard, with a shard of all on every rank.
 
-Parameters are DTensors that are replicated over the mesh, so that they go together with sharded ones in one model and
-one optimizer. Nothing is gathered; gradients are all-reduced, one collective for each module it was applied to.
+Parameters are DTensors that are replicated over the mesh, so that they go together with sharded ones in one
+model and one optimizer. Nothing is gathered; gradients are all-reduced, one collective for each module it was
+applied to.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def replicate_with_fsdp(
 ) -> Any:
     """Replicate the module's parameters over the ranks of a mesh of one axis, in place; returns the module.
 
-    Ranks must start with equal parameters: they are not compared. Inner modules that fully_shard holds stay sharded.
-    Raises ConfigError for what can't work; nothing is changed then.
+    Ranks must start with equal parameters: they are not compared. Inner modules that fully_shard holds stay
+    sharded. Raises ConfigError for what can't work; nothing is changed then.
     """
     modules = resolve_modules(module, "replicate")
     shard(

@@ -71,7 +71,9 @@ def _move_hooks(param: nn.Parameter, sharded: nn.Parameter) -> None:
 
 
 def _origin(param: nn.Parameter) -> object:
-    """What tells that two sharded parameters were one: the same object for both, as long as one of them lives."""
+    """What tells that two sharded parameters were one: the same object for both, as long as one of them
+    lives.
+    """
     if not hasattr(param, "_weft_origin"):
         param._weft_origin = object()  # type: ignore[attr-defined]
     return param._weft_origin  # type: ignore[attr-defined]

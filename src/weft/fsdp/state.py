@@ -1,8 +1,8 @@
 """What fully_shard ties to a module: its groups of parameters, and the hooks that gather and reduce them.
 
-Before a module's forward its parameters become whole; after it they are freed, unless settings say otherwise. Its
-outputs tell when backward comes to it: they become whole again. Its inputs tell when backward leaves it: its
-gradients are reduced and the parameters freed. What autograd didn't tell is done at the end of backward.
+Before a module's forward its parameters become whole; after it they are freed, unless settings say otherwise.
+Its outputs tell when backward comes to it: they become whole again. Its inputs tell when backward leaves it:
+its gradients are reduced and the parameters freed. What autograd didn't tell is done at the end of backward.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ class ModuleState:
             if self.device.type != "cpu":
                 args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
         is_first = not self._still_to_run
+        if is_first and not is_recomputed:
+            for group in self.groups:
+                group.drop_stale()
         if is_first and len(self.modules) > 1:
             self._still_to_run = set(self.modules)
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -244,9 +247,10 @@ def check_has_values(group: ParamGroup) -> None:
         from weft.errors import StateError
 
         raise StateError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {names}. For example, call module.to_empty(device) to materialize to device and call "
-            "module.reset_parameters() on each module to initialize values, or load a state dict."
+            "FSDP parameters should be materialized from meta device before training, but the following "
+            f"were still on meta device: {names}. For example, call module.to_empty(device) to materialize "
+            "to device and call module.reset_parameters() on each module to initialize values, or load a "
+            "state dict."
         )
 
 

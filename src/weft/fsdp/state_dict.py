@@ -24,8 +24,8 @@ _FEATURE = "fsdp"
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: bool = True) -> dict[str, Any]:
     """The state dict with whole plain tensors. Every rank must call it.
 
-    With `rank0_only` the others get an empty one, and no rank ever has more than one whole tensor besides what rank
-    0 collects: on the CPU, with `cpu_offload`.
+    With `rank0_only` the others get an empty one, and no rank ever has more than one whole tensor besides
+    what rank 0 collects: on the CPU, with `cpu_offload`.
     """
     is_kept = not rank0_only or dist.get_rank() == 0
     collected: dict[str, Any] = {}
@@ -39,7 +39,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu_offload: b
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None) -> None:
-    """Spread rank 0's state dict of whole tensors over a sharded model. Every rank must call it; others give None.
+    """Spread rank 0's state dict of whole tensors over a sharded model. Every rank must call it; others give
+    None.
 
     Raises ConfigError on every rank, before anything is loaded, if names or shapes don't fit.
     """

@@ -8,7 +8,7 @@ import torch
 def allocate_storage(tensor: torch.Tensor) -> None:
     """Give the tensor memory, if it has none. What is in it is anything."""
     storage = tensor.untyped_storage()
-    num_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    num_bytes = int((tensor.storage_offset() + tensor.numel()) * tensor.element_size())
     if storage.size() < num_bytes:
         storage.resize_(num_bytes)
 

@@ -1,10 +1,13 @@
 """All sharded modules of a model, as one: their numbers, their order, the forward and backward under way.
 
-It is made at the first forward, when every fully_shard has been applied; the module that runs first is the root.
+It is made at the first forward, when every fully_shard has been applied; the module that runs first is the
+root.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,8 @@ from weft.errors import ConfigError, StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.reductions import Reductions
-from weft.join import Join, Joinable
+from weft.fsdp.told import Told, bits_of, combine
+from weft.fsdp.uneven_steps import UnevenSteps
 from weft.modules import attached
 
 if TYPE_CHECKING:
@@ -31,10 +35,13 @@ class Tree:
         self.root = weakref.ref(root)
         self.states = [state for _, state in states]
         self.reductions = Reductions()
+        self.uneven = UnevenSteps(self.reductions)
         self.conductors: list[Conductor] = []
         self.forward_root: ModuleState | None = None
         self.is_in_backward = False
         self._end_callback: weakref.ref[Any] | None = None
+        self._by_conductor: dict[Conductor, tuple[list[ParamGroup], int]] = {}
+        self._kept: dict[Conductor, int] = {}  # groups that every rank has whole
         self._groups = [group for state in self.states for group in state.groups]
         self._name(states)
         _check_no_duplicates(self._groups)
@@ -52,7 +59,7 @@ class Tree:
                 param.name = names.get(param.sharded, param.name)
 
     def _number(self) -> None:
-        """One conductor for each set of ranks; its groups and their parameters are numbered in module order."""
+        """One conductor for each set of ranks; groups and parameters are numbered in module order."""
         by_mesh: dict[Hashable, list[ParamGroup]] = {}
         for group in self._groups:
             by_mesh.setdefault(tuple(map(_ranks, group.data.groups)), []).append(group)
@@ -64,8 +71,9 @@ class Tree:
                 for param in group.params:
                     param.bit = num_params
                     num_params += 1
-            conductor.num_params = num_params
+            conductor.num_bits = num_params + 2 * len(groups)
             self.conductors.append(conductor)
+            self._by_conductor[conductor] = (groups, num_params)
 
     def serve_all(self) -> None:
         """Work off what is left of every mesh's plan."""
@@ -79,49 +87,50 @@ class Tree:
         if self.is_in_backward and not self._is_backward_alive():
             self.forget_step()  # that backward has failed
         self.forward_root = root
-        self._notify_join(root)
-        self._begin_phases(("forward", self.states.index(root), torch.is_grad_enabled(), self._settings()))
+        for group in self._groups:
+            group.release_gradients()
+        self.uneven.begin_step(root)
+        self._begin_phases("forward", self.states.index(root), torch.is_grad_enabled())
 
-    def _begin_phases(self, key: Hashable) -> None:
+    def _begin_phases(self, *what: Hashable) -> None:
+        settings = tuple(group.settings.order_key() for group in self._groups)
         for conductor in self.conductors:
-            conductor.begin(key)
-
-    def _notify_join(self, root: ModuleState) -> None:
-        """Inside a Join: tell ranks that have joined that a step comes, and learn how many make it."""
-        owner: Any = root.modules[0]
-        if not isinstance(owner, Joinable) or not owner._join_config.enable:
-            self.reductions.mean_scale = 1.0
-            return
-        Join.notify_join_context(owner)
-        num_active = Join.num_active(owner)
-        is_whole = getattr(owner, "_divide_by_initial_world_size", True)
-        num_ranks = owner.join_process_group.size()
-        self.reductions.mean_scale = 1.0 if is_whole or num_active is None else num_ranks / num_active
+            conductor.begin((*what, self._kept.get(conductor, 0), settings))
 
     def shadow_step(self, root: ModuleState) -> None:
-        """Take part in a forward and a backward of other ranks, with this rank's shards and no gradients."""
-        self._begin_phases(("forward", self.states.index(root), True, self._settings()))
-        self.end_forward()
-        self.is_in_backward = True
-        self._begin_phases(("backward", self._settings()))
-        self.end_backward()
+        """Take part in a step of other ranks, with this rank's shards and no gradients."""
+        with self.uneven.shadowed_step(root) as has_backward:
+            self._begin_phases("forward", self.states.index(root), has_backward)
+            self.end_forward()
+            if has_backward:
+                self.is_in_backward = True
+                self._begin_phases("backward")
+                self.end_backward()
 
     def end_forward(self) -> None:
         """It has ended: on this rank, and when this returns on all."""
         self.serve_all()
         for state in self.states:
             state.end_forward()
-        for conductor in self.conductors:
-            self._agree_on_small(conductor)
+        for conductor, (groups, _) in self._by_conductor.items():
+            heard = self._hear(conductor)
+            for group in groups:
+                group.settle_small(bool(heard.small >> group.index & 1))
         self.forward_root = None
 
-    def _agree_on_small(self, conductor: Conductor) -> None:
-        """Backward gathers over a smaller mesh only what every rank has there."""
-        groups = [group for group in self._groups if group.conductor is conductor]
-        small = sum(1 << group.index for group in groups if group.shown is Shown.SMALL)
-        told = conductor.end(small)
-        for group in groups:
-            group.settle_small(all(bits >> group.index & 1 for bits in told))
+    def _hear(self, conductor: Conductor) -> Told:
+        """End the phase, and learn what follows from what all ranks tell."""
+        groups, num_params = self._by_conductor[conductor]
+        in_backward = self.is_in_backward
+        mine = Told(
+            used=functools.reduce(operator.or_, (group.used for group in groups)),
+            small=bits_of(group.index for group in groups if group.shown is Shown.SMALL),
+            whole=bits_of(group.index for group in groups if group.stays_whole(in_backward=in_backward)),
+        )
+        told = conductor.end(mine.pack(num_params, len(groups)))
+        heard = combine([Told.unpack(bits, num_params, len(groups)) for bits in told])
+        self._kept[conductor] = heard.whole
+        return heard
 
     # Backward
 
@@ -132,7 +141,7 @@ class Tree:
         if current_backward() is None:
             raise StateError("fully_shard: a hook of backward ran outside of one.")
         self.is_in_backward = True
-        self._begin_phases(("backward", self._settings()))
+        self._begin_phases("backward")
         alive = _Alive(self.end_backward)
         self._end_callback = weakref.ref(alive)
         on_backward_end(alive)
@@ -146,16 +155,7 @@ class Tree:
             for group in reversed(state.groups):
                 state.after_backward_of(group)
         self.serve_all()
-        used_somewhere: dict[Conductor, int] = {}
-        for conductor in self.conductors:
-            used = 0
-            for group in self._groups:
-                if group.conductor is conductor:
-                    used |= group.used
-            union = 0
-            for bits in conductor.end(used):
-                union |= bits
-            used_somewhere[conductor] = union
+        used_somewhere = {conductor: self._hear(conductor).used for conductor in self.conductors}
         self.reductions.finish()
         for group in self._groups:
             if group.settings.reshards_after_backward:
@@ -179,9 +179,6 @@ class Tree:
         self.forward_root = None
         self.is_in_backward = False
 
-    def _settings(self) -> Hashable:
-        return tuple(group.settings.order_key() for group in self._groups)
-
 
 class _Alive:
     """A callback that only the backward it belongs to holds."""
@@ -195,10 +192,10 @@ class _Alive:
 
 def plant_tree(root: ModuleState) -> Tree:
     """Make the tree of all states below this one, which is the first to run."""
-    if len(root.modules) > 1:
+    if len(root.modules) != 1:
         raise StateError(
-            f"FSDP requires a single root module but got {root.modules}: the first module that runs must contain all "
-            "others. Apply fully_shard to that one, too, or run it first."
+            f"FSDP requires a single root module but got {root.modules}: the first module that runs must "
+            "contain all others. Apply fully_shard to that one, too, or run it first."
         )
     found: dict[ModuleState, str] = {}
     for name, module in root.modules[0].named_modules():
@@ -207,8 +204,8 @@ def plant_tree(root: ModuleState) -> Tree:
             continue
         if state is not root and state.tree is not None and state not in found:
             raise StateError(
-                f"FSDP state has already been lazily initialized for {name}. FSDP requires running forward through "
-                "the root module first: module and root would not know of each other."
+                f"FSDP state has already been lazily initialized for {name}. FSDP requires running forward "
+                "through the root module first: module and root would not know of each other."
             )
         found[state] = name if state not in found else f"{found[state]}, {name}"
     tree = Tree(root, [(name, state) for state, name in found.items()])
@@ -234,7 +231,7 @@ def _check_no_duplicates(groups: Sequence[ParamGroup]) -> None:
             owner = owners.setdefault(param.origin, group)
             if owner is not group:
                 raise ConfigError(
-                    f"Parameter '{param.name}' is shared with a parameter already managed by another FSDP group "
-                    f"(that of {owner.name}). For shared/tied parameters, use fully_shard([module_a, module_b]) to "
-                    "place them in the same FSDP group."
+                    f"Parameter '{param.name}' is shared with a parameter already managed by another FSDP "
+                    f"group (that of {owner.name}). For shared/tied parameters, use fully_shard([module_a, "
+                    "module_b]) to place them in the same FSDP group."
                 )

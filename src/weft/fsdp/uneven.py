@@ -1,7 +1,7 @@
 """What a sharded module does for ranks that ran out of inputs.
 
-A rank that has joined goes on to give its shards and to take its gradients: without it nobody has whole parameters.
-So its shards must go on to be optimized, too, and Join is told how.
+A rank that has joined goes on to give its shards and to take its gradients: without it nobody has whole
+parameters. So its shards must go on to be optimized, too, and Join is told how.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ class ShardedJoinable(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """How this module is shadowed by ranks without inputs.
 
-        `optimizer`: what updates this rank's shards after each step of the others: an optimizer, or a function
-        that does what the training loop does after backward. None: nothing does, as in an evaluation.
+        `optimizer`: what updates this rank's shards after each step of the others: an optimizer, or a
+        function that does what the training loop does after backward. None: nothing does, as in an
+        evaluation.
         """
         state = _root_state(self)
         optimizer = kwargs.get("optimizer", _NOT_GIVEN)
+        self._join_problem = None
         if optimizer is _NOT_GIVEN:
             if not all(steps_in_backward(param) for group in _groups(state) for param in group.params):
-                raise ConfigError(
-                    f"Join with the sharded module {type(self).__name__} must know what optimizes its shards on a "
-                    "rank that has joined: Join([model], optimizer=optimizer), or a function that does what your "
-                    "loop does after backward; optimizer=None if nothing does."
+                # Raised by the first step, on every rank: a Join may be switched off.
+                self._join_problem = (
+                    f"Join with the sharded module {type(self).__name__} must know what optimizes its shards "
+                    "on a rank that has joined: Join([model], optimizer=optimizer), or a function that does "
+                    "what your loop does after backward; optimizer=None if nothing does."
                 )
             optimizer = None
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
@@ -55,8 +58,8 @@ class ShardedJoinable(Joinable):
         groups = {group for part in _groups(_root_state(self)) for group in part.data.groups}
         if len(groups) != 1:
             raise ConfigError(
-                "Join needs one group of ranks, and this model is sharded over a mesh of two axes or over several "
-                "meshes. Shard it over one axis to use uneven inputs."
+                "Join needs one group of ranks, and this model is sharded over a mesh of two axes or over "
+                "several meshes. Shard it over one axis to use uneven inputs."
             )
         return groups.pop()
 

@@ -1,12 +1,13 @@
 """A sharded gradient is given to its parameter, and the user's hooks of that parameter run.
 
-autograd never sees the sharded parameter, so its hooks are run here: tensor hooks on the gradient before it is
-added, post-accumulate hooks after. The private names `_backward_hooks` and `_post_accumulate_grad_hooks` are used
-here for that, and nowhere else in this folder.
+autograd never sees the sharded parameter, so its hooks are run here: tensor hooks on the gradient before it
+is added, post-accumulate hooks after. The private names `_backward_hooks` and `_post_accumulate_grad_hooks`
+are used here for that, and nowhere else in this folder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ def give_gradient(param: ShardedParam, grad: DTensor | None) -> None:
                 hook(sharded)
 
 
+def give_all(params: Sequence[ShardedParam], grads: Sequence[DTensor]) -> bool:
+    """Set the gradients of all parameters at once, if nothing more is to be done; whether it was."""
+    sharded: list[Any] = [param.sharded for param in params]
+    for param in sharded:
+        if param.grad is not None or param._backward_hooks or param._post_accumulate_grad_hooks:
+            return False
+    for param, grad in zip(sharded, grads, strict=True):
+        param.grad = grad
+    return True
+
+
 def has_tensor_hooks(param: ShardedParam) -> bool:
     """Whether the user wants to see, or change, gradients before they are added."""
     return bool(param.sharded._backward_hooks)
@@ -49,7 +61,7 @@ def steps_in_backward(param: ShardedParam) -> bool:
 def _add(param: ShardedParam, there: Any, more: Any) -> None:
     if not isinstance(there, DTensor):
         raise StateError(
-            f"fully_shard: the gradient of {param.name} is a {type(there).__name__}; it must be a DTensor like the "
-            "parameter, or None. Set it to None before backward."
+            f"fully_shard: the gradient of {param.name} is a {type(there).__name__}; it must be a DTensor "
+            "like the parameter, or None. Set it to None before backward."
         )
     there._local_tensor.add_(more._local_tensor if isinstance(more, DTensor) else more)

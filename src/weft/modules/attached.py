@@ -42,8 +42,8 @@ def check_free(module: nn.Module, feature: str) -> None:
     name = type(module).__name__
     if attached(module, feature) is not None:
         raise RefusedError(
-            f"{feature} was applied to this {name} already. Each distinct composable distributed API can only be "
-            "applied to a module once."
+            f"{feature} was applied to this {name} already. Each distinct composable distributed API can "
+            "only be applied to a module once."
         )
     for other in _EXCLUSIVE:
         if other != feature and (attached(module, other) is not None or _is_torchs(module, other)):

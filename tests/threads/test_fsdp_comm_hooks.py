@@ -1,0 +1,170 @@
+"""Gradient hooks on buckets in parts: this rank's part of the mean, for the traffic of a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from tests.fsdp_bodies import comm_hooks as bodies
+from tests.fsdp_bodies.running import on_threads
+from tests.hook_bodies.made import every_rank, make_bucket, run
+from weft import fully_shard
+from weft.comm_hooks import chain
+from weft.comm_hooks.debugging_hooks import noop_hook
+from weft.comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from weft.comm_hooks.quantization_hooks import (
+    QuantizationState,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from weft.comm_hooks.quantize_plan import plan_blocks, plan_gradients
+from weft.testing import on_ranks
+
+RANKS = pytest.mark.parametrize("ranks", [2, 3])
+QUANTIZING = pytest.mark.parametrize("hook", bodies.QUANTIZING)
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_the_plain_mean_is_exact(dtype: torch.dtype, ranks: int) -> None:
+    on_threads(bodies.plain_means, ranks, dtype)
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_16_bits(dtype: torch.dtype, ranks: int) -> None:
+    on_threads(bodies.narrow_means, ranks, dtype)
+
+
+@RANKS
+@pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_bytes_are_rounded_once(wire: torch.dtype, dtype: torch.dtype, ranks: int) -> None:
+    on_threads(bodies.quantized_means, ranks, wire, dtype)
+
+
+@pytest.mark.parametrize("pieces", [[(70_001,), (300, 41)], [(1,)], [(5,), (2,)]], ids=str)
+def test_bytes_in_long_rows_and_short_ones(pieces: Any) -> None:
+    on_threads(bodies.quantized_means, 3, torch.int8, torch.float32, pieces)
+
+
+@RANKS
+def test_wrappers(ranks: int) -> None:
+    on_threads(bodies.wrapped_means, ranks)
+
+
+@QUANTIZING
+def test_error_feedback_makes_the_sum_over_steps_right(hook: Any) -> None:
+    on_threads(bodies.feedback_over_steps, 3, hook)
+
+
+@QUANTIZING
+@on_ranks(2)
+def test_an_infinite_step_is_seen_and_leaves_no_trace(hook: Any) -> None:
+    state = QuantizationState(error_feedback=True)
+    bucket = bodies.bucket_in_parts()
+    bucket.buffer()[[3, bucket.buffer().numel() // 2 + 3]] = float("inf")
+    assert not bucket.wanted_part(run(hook, state, bucket))[3].isfinite()
+    assert state.errors[3].isfinite().all()
+    bucket = bodies.bucket_in_parts()
+    every = bodies.of_every_rank(bucket)
+    seen, right = bucket.wanted_part(run(hook, state, bucket)), bucket.wanted_part(every.mean(0))
+    bound = bodies.sent_bound(hook, bucket, every, torch.int8) * 2.02
+    bodies.assert_within(seen, right, bucket.wanted_part(bound))
+
+
+def test_chunks_are_the_parts() -> None:
+    for part in (1, 15, 16, 17, 2389):
+        starts = tuple(at * part for at in range(3))
+        for plan in (
+            plan_blocks(3 * part, 3, 512, starts, in_parts=True),
+            plan_gradients(3 * part, 3, starts, in_parts=True),
+        ):
+            assert [(chunk.start, chunk.numel) for chunk in plan.chunks] == [(at, part) for at in starts]
+
+
+@pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook, *bodies.QUANTIZING])
+@on_ranks(4)
+def test_a_group_of_other_ranks_gets_the_whole_mean(hook: Any) -> None:
+    """Of as many ranks as there are parts, and some at the very place of their part: all must do the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard, other = mesh["shard"].get_group(), mesh["replicate"].get_group()
+    bucket = bodies.bucket_in_parts(shard)
+    every = bodies.of_every_rank(bucket)[dist.get_process_group_ranks(other)]
+    with weft.record() as events:
+        seen = run(hook, other, bucket)
+    assert "reduce_scatter_tensor" not in bodies.ops(events)
+    torch.testing.assert_close(seen.double(), every.mean(0), rtol=0, atol=1e-4)
+
+
+@on_ranks(2)
+def test_a_bucket_that_is_not_in_parts_is_averaged_whole() -> None:
+    for hook in (allreduce_hook, quantization_perchannel_hook):
+        seen = run(hook, None, make_bucket())
+        torch.testing.assert_close(seen.double(), every_rank().mean(0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_chains_stages_but_the_last_leave_the_whole_mean(ranks: int) -> None:
+    """The same group twice: the second stage adds up what the first has made of other ranks' parts."""
+
+    def body() -> None:
+        bucket = bodies.bucket_in_parts()
+        every = bodies.of_every_rank(bucket)
+        with weft.record() as events:
+            seen = run(chain(allreduce_hook, quantization_perchannel_hook), None, bucket)
+        assert bodies.ops(events) == ["all_reduce", "all_to_all_single"]
+        means = every.mean(0).expand_as(every)
+        bound = bodies.sent_bound(quantization_perchannel_hook, bucket, means, torch.int8)
+        bound = bound + every.abs().sum(0) * 2**-22
+        bodies.assert_within(
+            bucket.wanted_part(seen), bucket.wanted_part(means[0]), bucket.wanted_part(bound)
+        )
+
+    on_threads(body, ranks)
+
+
+# Traffic
+
+
+def bytes_of(hook: Any, state: Any = None) -> int:
+    """That a rank gives in one step of a model whose gradients are some 480 kB, by the hook's collectives."""
+    model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 10, bias=False))
+    fully_shard(model)
+    model.register_comm_hook(state, hook)
+    with weft.record() as events:
+        model(torch.ones(2, 400)).sum().backward()
+    reducing = [event for event in events if event.op in set(bodies.ops(events))]
+    assert {event.feature for event in reducing} == {"fsdp"}
+    return sum(event.bytes_in for event in reducing)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_traffic_of_a_part(ranks: int) -> None:
+    def body() -> None:
+        numel = sum(
+            -(-rows // ranks) * ranks * columns for rows, columns in ((300, 400), (300, 1), (10, 300))
+        )
+        plain = bytes_of(allreduce_hook)
+        assert plain == 4 * numel
+        assert bytes_of(fp16_compress_hook) == bytes_of(bf16_compress_hook) == plain / 2
+        sent = numel * (ranks - 1) // ranks  # a rank sends itself nothing
+        # A byte a number; a scale for 512 of them, and for each piece that is shorter; messages end aligned.
+        scales = (numel // ranks // 512 + 3) * 4 + 2 * 16
+        assert sent < bytes_of(quantization_perchannel_hook) <= sent + (ranks - 1) * scales
+        assert sent < bytes_of(quantization_pertensor_hook) <= sent + (ranks - 1) * (5 * 4 + 2 * 16)
+        assert bytes_of(quantization_perchannel_hook) <= 0.27 * (ranks - 1) / ranks * plain
+
+    on_threads(body, ranks)
+
+
+@on_ranks(2)
+def test_half_of_what_a_whole_mean_takes() -> None:
+    whole = chain(quantization_perchannel_hook, noop_hook)  # all but the last stage leave all of it
+    assert 2 * bytes_of(quantization_perchannel_hook) == pytest.approx(bytes_of(whole), rel=1e-3)
