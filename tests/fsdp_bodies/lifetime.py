@@ -39,7 +39,7 @@ def twin_of(sharded: nn.Module, single: nn.Module) -> Twin:
 
 
 def assigned_state() -> None:
-    """load_state_dict(assign=True) of shards into a model without memory: the usual way to load a large one."""
+    """load_state_dict(assign=True) of shards into a model without memory: how a large one is loaded."""
     single = net()
     with torch.device("meta"):
         model = nn.Sequential(

@@ -65,8 +65,8 @@ class Twin:
     def update(self, lr: float = 0.1) -> None:
         """Plain SGD on both, gradients to None."""
         for model in (self.sharded, self.single):
-            torch.optim.SGD(model.parameters(), lr=lr).step()
-            model.zero_grad(set_to_none=True)
+            for param in model.parameters():
+                descend(param, lr)
 
     def step(self, rows: torch.Tensor, loss: Loss = mean_square, lr: float = 0.1) -> None:
         """Backward, check, update, check."""
@@ -78,6 +78,20 @@ class Twin:
     def train(self, steps: int = 3, loss: Loss = mean_square) -> None:
         for step in range(steps):
             self.step(make_rows(step), loss)
+
+
+def descend(param: torch.Tensor, lr: float) -> None:
+    """A step of plain SGD on what this rank holds; torch's own is ten times slower on DTensors."""
+    with torch.no_grad():
+        if param.grad is not None:
+            local_of(param).sub_(local_of(param.grad), alpha=lr)
+    param.grad = None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds, without a copy and without autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -108,7 +122,7 @@ def assert_is_shard(seen: torch.Tensor, right: torch.Tensor, name: str, toleranc
     assert isinstance(seen, DTensor), f"{name}: {type(seen).__name__}"
     assert seen.shape == right.shape, f"{name}: {seen.shape}, not {right.shape}"
     assert seen.dtype == right.dtype, f"{name}: {seen.dtype}, not {right.dtype}"
-    local, wanted = seen.detach().to_local(), part_of(right.detach(), seen)
+    local, wanted = local_of(seen), part_of(right.detach(), seen)
     assert local.shape == wanted.shape, f"{name}: this rank holds {local.shape}, not {wanted.shape}"
     if wanted.numel() == 0:
         return
@@ -123,10 +137,10 @@ def assert_is_sharded(model: nn.Module, single: nn.Module) -> None:
     most = {name: most_elements(param, name) for name, param in params.items()}
     room = sum(most.values()) + 16 * len(most)  # the shards of a group may lie in one buffer
     for name, param in params.items():
-        local = param.to_local()
+        local = local_of(param)
         assert local.numel() <= most[name], f"{name}: this rank holds {local.numel()} of {param.numel()}"
         assert local.untyped_storage().nbytes() <= 8 * room, f"{name}: more is kept than the shards"
-    held = sum(param.to_local().numel() / num_copies(param) for param in params.values())
+    held = sum(local_of(param).numel() / num_copies(param) for param in params.values())
     assert round(sum(all_ranks(held))) == sum(param.numel() for param in single.parameters())
 
 

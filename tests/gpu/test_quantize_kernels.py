@@ -65,6 +65,11 @@ class Reference:
         own.message.copy_(mine.message)
         own.out.copy_(mine.out)
 
+    def add_up(self, values: torch.Tensor, received: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+        on_cpu = out.cpu()
+        self._codec.add_up(values.cpu(), received.cpu(), chunk, on_cpu)
+        out.copy_(on_cpu)
+
     def restore(self, messages: torch.Tensor, out: torch.Tensor, chunks: list[int]) -> None:
         on_cpu = out.cpu()
         self._codec.restore(messages.cpu(), on_cpu, chunks)
@@ -148,6 +153,30 @@ def test_fold(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, num_
     largest = torch.cat([draw(numel, 1 + peer, dtype).float().abs() for peer in range(num_peers + 1)]).max()
     assert (apart > largest * 1e-6).float().mean() <= 1e-3
     assert (apart <= largest / (100 if wire is torch.int8 else 8)).all()
+
+
+@PLAN
+@SIZE
+@PAIR
+@pytest.mark.parametrize("num_peers", [1, 3])
+def test_add_up(kind: str, numel: int, wire: torch.dtype, dtype: torch.dtype, num_peers: int) -> None:
+    """The last chunk, in place, and nothing beside it."""
+    plan = make_plan(kind, numel, num_peers + 1)
+    last = max(at for at, chunk in enumerate(plan.chunks) if chunk.numel)
+    chunk = plan.chunks[last]
+    reference, ours = codecs(plan, wire)
+    received = empty_messages(plan, num_peers)
+    for peer in range(num_peers):
+        message = received[peer * plan.message_bytes : (peer + 1) * plan.message_bytes]
+        reference.quantize(draw(numel, 2 + peer, dtype), message, [last], keeps_error=False)
+    outs = [draw(numel, 1, dtype) for _ in range(2)]
+    for codec, out in zip((reference, ours), outs, strict=True):
+        codec.add_up(out, received, last, out)
+    assert torch.equal(outs[1][: chunk.start], draw(numel, 1, dtype)[: chunk.start])
+    # Sums differ by roundings: a fused multiply-add.
+    largest = torch.cat([draw(numel, 1 + peer, dtype).float().abs() for peer in range(num_peers + 1)]).max()
+    apart = (outs[0].float() - outs[1].float()).abs()
+    assert (apart <= largest * 1e-6 + outs[0].float().abs() * torch.finfo(dtype).eps).all()
 
 
 @PLAN

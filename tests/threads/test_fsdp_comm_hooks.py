@@ -133,14 +133,15 @@ def test_a_chains_stages_but_the_last_leave_the_whole_mean(ranks: int) -> None:
 # Traffic
 
 
-def bytes_of(hook: Any, state: Any = None) -> int:
-    """That a rank gives in one step of a model whose gradients are some 480 kB, by the hook's collectives."""
+def bytes_of(hook: Any, *wanted_ops: str) -> int:
+    """That a rank gives in one step of a model whose gradients are some 480 kB, by these collectives."""
     model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 10, bias=False))
     fully_shard(model)
-    model.register_comm_hook(state, hook)
+    model.register_comm_hook(None, hook)
     with weft.record() as events:
         model(torch.ones(2, 400)).sum().backward()
-    reducing = [event for event in events if event.op in set(bodies.ops(events))]
+    assert bodies.ops(events) == list(wanted_ops)
+    reducing = [event for event in events if event.op in wanted_ops]
     assert {event.feature for event in reducing} == {"fsdp"}
     return sum(event.bytes_in for event in reducing)
 
@@ -151,15 +152,21 @@ def test_the_traffic_of_a_part(ranks: int) -> None:
         numel = sum(
             -(-rows // ranks) * ranks * columns for rows, columns in ((300, 400), (300, 1), (10, 300))
         )
-        plain = bytes_of(allreduce_hook)
+        plain = bytes_of(allreduce_hook, "reduce_scatter_tensor")
         assert plain == 4 * numel
-        assert bytes_of(fp16_compress_hook) == bytes_of(bf16_compress_hook) == plain / 2
+        for hook in (fp16_compress_hook, bf16_compress_hook):
+            assert bytes_of(hook, "reduce_scatter_tensor") == plain / 2
         sent = numel * (ranks - 1) // ranks  # a rank sends itself nothing
         # A byte a number; a scale for 512 of them, and for each piece that is shorter; messages end aligned.
-        scales = (numel // ranks // 512 + 3) * 4 + 2 * 16
-        assert sent < bytes_of(quantization_perchannel_hook) <= sent + (ranks - 1) * scales
-        assert sent < bytes_of(quantization_pertensor_hook) <= sent + (ranks - 1) * (5 * 4 + 2 * 16)
-        assert bytes_of(quantization_perchannel_hook) <= 0.27 * (ranks - 1) / ranks * plain
+        in_blocks = (numel // ranks // 512 + 3) * 4 + 2 * 16
+        blocks = bytes_of(quantization_perchannel_hook, "all_to_all_single")
+        assert sent < blocks <= sent + (ranks - 1) * in_blocks
+        assert blocks <= 0.27 * (ranks - 1) / ranks * plain
+        # Of the first weight one for 65536 numbers, of the others one each.
+        in_rows = 4 * 4 + 2 * 16
+        assert (
+            sent < bytes_of(quantization_pertensor_hook, "all_to_all_single") <= sent + (ranks - 1) * in_rows
+        )
 
     on_threads(body, ranks)
 
@@ -167,4 +174,5 @@ def test_the_traffic_of_a_part(ranks: int) -> None:
 @on_ranks(2)
 def test_half_of_what_a_whole_mean_takes() -> None:
     whole = chain(quantization_perchannel_hook, noop_hook)  # all but the last stage leave all of it
-    assert 2 * bytes_of(quantization_perchannel_hook) == pytest.approx(bytes_of(whole), rel=1e-3)
+    part = bytes_of(quantization_perchannel_hook, "all_to_all_single")
+    assert 2 * part == pytest.approx(bytes_of(whole, "all_to_all_single", "all_to_all_single"), rel=1e-3)

@@ -357,6 +357,26 @@ def test_a_bucket_says_what_is_wanted() -> None:
     assert torch.equal(mine, torch.cat([param.grad.to_local().reshape(-1) for param in params]))
 
 
+@on_ranks(4)
+def test_padding_is_zero_whatever_was_in_the_memory() -> None:
+    """Six rows, two a rank: the last one has none."""
+    model = net()
+    by_layer(model)
+    last_parts: list[torch.Tensor] = []
+
+    def hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        last_parts.append(bucket.buffer().view(4, -1)[3].clone())
+        done: Future[torch.Tensor] = Future()
+        done.set_result(bucket.buffer().fill_(7.0))
+        return done
+
+    model.register_comm_hook(None, hook)  # type: ignore[operator]
+    for _ in range(2):
+        mean_square(model, make_rows(), 0).backward()
+    assert len(last_parts) == 6
+    assert not any(part.any() for part in last_parts)
+
+
 @on_ranks(2)
 def test_buckets_lie_in_the_same_memory_unless_somebody_keeps_one() -> None:
     model = net()

@@ -6,6 +6,7 @@ from weft.autograd.backward import (
     current_node,
     is_reachable,
     on_backward_end,
+    set_versions,
     unseen_by_autograd,
     will_run,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "current_node",
     "is_reachable",
     "on_backward_end",
+    "set_versions",
     "unseen_by_autograd",
     "will_run",
 ]

@@ -2,12 +2,12 @@
 
 The private names of torch that weft needs for this are used here and nowhere else:
 `_current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node`,
-`_unsafe_preserve_version_counter` and the engine's `queue_callback`.
+`_unsafe_preserve_version_counter`, `_unsafe_set_version_counter` and the engine's `queue_callback`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,6 +57,11 @@ def is_reachable(roots: Iterable[Any], wanted: Iterable[Any]) -> bool:
 def unseen_by_autograd(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Let tensors be written without their versions going up, so that graphs which hold them stay valid."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[reportPrivateImportUsage]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Say which version tensors are at. A backward that needs an earlier one raises."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))  # type: ignore[attr-defined]
 
 
 def accumulation_node(parameter: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from weft.comm.door import launch_call
-from weft.comm.group import resolve_group
+from weft.comm.group import resolve_group, state_of
 from weft.comm.handle import Handle
 from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
 from weft.comm.spread_packing import pack, plan_packing, row_into_shard, row_of_shard, unpack
@@ -188,9 +188,20 @@ class _Reduction:
         num_bytes = source.numel() * source.element_size()
         if backend != "gloo" or not source.is_cpu or num_bytes < _EXCHANGE_BYTES:
             return reduce_scatter_single(out, source, op, self._group)
+        if self._spread.num_ranks == 2:
+            return self._exchange_halves(out, source)
         pieces = self._take(source.numel())
-        self._ends.append(lambda: _add_up(pieces.view(self._spread.num_ranks, -1), out))
+        self._ends.append(lambda: torch.sum(pieces.view(self._spread.num_ranks, -1), 0, out=out))
         return dist.all_to_all_single(pieces, source, group=self._group, async_op=True)
+
+    def _exchange_halves(self, out: torch.Tensor, source: torch.Tensor) -> Any:
+        """Between two ranks: give the other its half, and keep the own where it is."""
+        rank, numel = state_of(self._group).rank, out.numel()
+        theirs = self._take(numel)
+        halves = source.view(2, numel)
+        self._ends.append(lambda: torch.add(halves[rank], theirs, out=out))
+        splits = [0, numel] if rank == 0 else [numel, 0]
+        return dist.all_to_all_single(theirs, halves[1 - rank], splits, splits, self._group, async_op=True)
 
     def _take(self, numel: int) -> torch.Tensor:
         self._used.append(Staging(self._group, numel, self._out))
@@ -222,14 +233,6 @@ def _backend_of(group: ProcessGroup, device: torch.device) -> str:
         if kind == device.type:
             return backend
     return config
-
-
-def _add_up(pieces: torch.Tensor, out: torch.Tensor) -> None:
-    """The sum of one row a rank, in rank order."""
-    if len(pieces) == 2:
-        torch.add(pieces[0], pieces[1], out=out)
-    else:
-        torch.sum(pieces, 0, dtype=out.dtype, out=out)
 
 
 def _divide(out: torch.Tensor, num_ranks: int) -> None:

@@ -13,7 +13,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-_LIMIT_BYTES = 64 * 2**20  # kept for one group and dtype
+_LIMIT_BYTES = 16 * 2**20  # kept for one group and dtype
 
 
 class _Shelf:

@@ -166,14 +166,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ConfigError(
             f"{type(module)} does not have a method {method_name}. Give the name of one that it has."
         )
-    method = getattr(module, method_name)
+    method: Any = getattr(module, method_name)
+    bare = getattr(method, "__func__", None)  # called with whichever module has it: a copy has its own
 
     @functools.wraps(method)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = find_state(self)
         assert state is not None
         args, kwargs = state.before_forward(self, args, kwargs)
-        return state.after_forward(self, args, method(*args, **kwargs))
+        try:
+            output = method(*args, **kwargs) if bare is None else bare(self, *args, **kwargs)
+        except Exception:
+            state.after_forward(self, args, None)
+            raise
+        return state.after_forward(self, args, output)
 
     setattr(module, method_name, types.MethodType(gathering, module))
 

@@ -29,6 +29,11 @@ _FIXED = 4  # numbers before the bits
 class Player(Protocol):
     """A group of parameters, as the conductor sees it."""
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether its parameters are gathered, or about to be."""
+        ...
+
     def launch_gather(self) -> None:
         """Start to gather its parameters, or help others to."""
         ...
@@ -132,7 +137,9 @@ class Conductor:
         phase = self._phases[-1] if self._phases else None
         if phase is None or phase.plan is None or phase.early or phase.cursor >= len(phase.plan):
             return
-        if phase.plan.operations[phase.cursor].kind is Kind.GATHER:
+        operation = phase.plan.operations[phase.cursor]
+        # What is whole now is gathered again for a second use: not before it was freed.
+        if operation.kind is Kind.GATHER and not self._players[operation.group].is_at_hand:
             self._step(phase, is_asked=False)
 
     def serve(self) -> None:

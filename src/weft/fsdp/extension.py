@@ -42,6 +42,8 @@ class ExtendedParam:
         """Of what is gathered."""
         return sum(out.numel() * out.element_size() for out in self._outs)
 
+    is_in_place = False
+
     def fits(self) -> bool:
         """Whether the buffers still suit: there are none of its own."""
         return True
@@ -74,7 +76,8 @@ class ExtendedParam:
             for out, tensor in zip(outs, flat, strict=True):
                 out.copy_(tensor)
             return None
-        return comm.all_gather_into_tensor_coalesced(outs, flat, self._data.shard_group, feature=FEATURE)
+        handle = comm.all_gather_into_tensor_coalesced(outs, flat, self._data.shard_group, feature=FEATURE)
+        return handle.followed()
 
     def _ask(self, param: ShardedParam) -> tuple[Any, Any]:
         local: Any = param.local.to(self._data.device, non_blocking=True)
@@ -137,6 +140,10 @@ class ExtendedParam:
         """Give the memory back."""
         for tensor in (*self._outs, *self._inner):
             free_storage(tensor)
+
+    def whole_addresses(self) -> list[int]:
+        """Where the memory is that `free` gives back."""
+        return [tensor.untyped_storage().data_ptr() for tensor in (*self._outs, *self._inner)]
 
     def shrink(self, small: DataMesh) -> None:
         """A smaller mesh would have to cut what only the tensor class understands."""

@@ -75,6 +75,11 @@ class FlatParams:
         """Of the whole parameters."""
         return self._spread.whole_numel * self._unit.itemsize
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the whole parameters are the sharded ones' memory."""
+        return self._is_alias
+
     # The shard
 
     @torch.no_grad()
@@ -142,7 +147,7 @@ class FlatParams:
             self._small.shard_group,
             feature=FEATURE,
             name=name,
-        )
+        ).followed()
 
     def serve_gather(self, name: str) -> Handle[torch.Tensor] | None:
         """Help others to gather what this rank has whole already."""
@@ -165,7 +170,7 @@ class FlatParams:
             self._data.shard_group,
             feature=FEATURE,
             name=name,
-        )
+        ).followed()
 
     def _gather_custom(self, whole: torch.Tensor, source: torch.Tensor) -> None:
         """Through the user's own all-gather."""
@@ -203,6 +208,11 @@ class FlatParams:
         if self._whole is not None and not self._is_alias:
             free_storage(self._whole)
         self._small_shard = None
+
+    def whole_addresses(self) -> list[int]:
+        """Where the memory is that `free` gives back."""
+        is_own = self._whole is not None and not self._is_alias
+        return [self._whole.untyped_storage().data_ptr()] if is_own else []  # type: ignore[union-attr]
 
     def _make_whole(self) -> None:
         if self._whole is not None:

@@ -71,15 +71,16 @@ class ParamGroup:
         self._trainable: list[bool] = []
         self._batches: list[Batch] = []
         self._undecided: list[tuple[ShardedParam, DTensor]] = []
-        self.used = 0  # a bit for each parameter that this rank has had a gradient for in this backward
+        # A bit for each parameter: this rank has had a gradient for it in this backward; it was given one.
+        self.used = self.given = 0
 
     # Memory
 
     def prepare(self) -> None:
         """Make the flat buffers, anew where parameters have changed their dtype or their device."""
-        for param in self.params:
-            param.take_replaced()
-        self._roster.renew()
+        replaced = [param for param in self.params if param.take_replaced()]
+        if replaced:
+            self._roster.renew()
         if any(param.local.is_meta for param in self.params):
             return
         if not self._parts or not all(part.fits() for part in self._parts):
@@ -97,6 +98,7 @@ class ParamGroup:
                 plain.append(param)
         if plain:
             self._parts.append(FlatParams(plain, self.data, self.policy, self.settings))
+        self._roster.renew()
 
     def _keep_up(self) -> None:
         """Notice what users have done to the parameters since the last time."""
@@ -110,6 +112,16 @@ class ParamGroup:
     def is_alone(self) -> bool:
         """Whether no other rank has anything to do with these parameters."""
         return self.data.shard_size * self.data.replicate_size == 1
+
+    @property
+    def is_kept_in_place(self) -> bool:
+        """Whether the whole parameters are the sharded ones' memory: a single rank's."""
+        return all(part.is_in_place for part in self._parts)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the parameters are whole, or about to be."""
+        return self._is_pending or self.shown is Shown.WHOLE
 
     @property
     def is_unused_ahead(self) -> bool:
@@ -197,6 +209,8 @@ class ParamGroup:
         elif self.shown is Shown.SHARDED:
             return
         self._roster.show_sharded()
+        if not self.is_kept_in_place:
+            self._roster.mark_freed()
         for part in self._parts:
             part.free()
         self.shown = Shown.SHARDED
@@ -214,6 +228,7 @@ class ParamGroup:
             self.finish_whole()
             for part in self._parts:
                 part.shrink(small)
+            self._roster.mark_freed()
             self.shown = Shown.SMALL
             note("reshard", FEATURE, self.name, small.shard_group, bytes_in=self.num_bytes)
 
@@ -221,6 +236,12 @@ class ParamGroup:
         """Whether it is whole and stays so when the forward, or the backward, has ended."""
         is_kept = not in_backward or not self.settings.reshards_after_backward
         return self.shown is Shown.WHOLE and is_kept and self.data.shard_size > 1
+
+    def freed_after_forward(self) -> list[int]:
+        """Where the memory is that the end of forward gives back."""
+        if self.settings.after_forward is None or self.shown is not Shown.WHOLE:
+            return []
+        return [address for part in self._parts for address in part.whole_addresses()]
 
     def settle_small(self, is_everywhere: bool) -> None:
         """After a forward of all ranks: whether every one of them has this group on the smaller mesh."""
@@ -235,7 +256,9 @@ class ParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return self._roster.has_gradients() or any(param.accumulated is not None for param in self.params)
+        if self._roster.has_gradients() or any(param.accumulated is not None for param in self.params):
+            return True
+        return self.settings.reduces_replicas and any(batch.partial is not None for batch in self._batches)
 
     def accumulate(self) -> None:
         """Keep the gradients of a backward that doesn't reduce."""
@@ -251,7 +274,7 @@ class ParamGroup:
         self.reductions.make_room()
         for number, batch in enumerate(self._find_batches()):
             grads = take_gradients(batch.params, batch.wholes())
-            self.used |= batch.bits_of(grads)
+            self.used |= batch.bits_of(grads) | batch.partial_bits()
             self.reductions.add(self, Reduction(batch, grads, self.name, self.index * 8 + number))
 
     def _find_batches(self) -> list[Batch]:
@@ -284,6 +307,7 @@ class ParamGroup:
     def deliver(self, param: ShardedParam, grad: DTensor | None, had: bool) -> None:
         """A mean is there; None: it was added to the gradient. `had`: this rank had a part in it."""
         if had or self.settings.reduces_unused:
+            self.given |= 1 << param.bit
             give_gradient(param, grad)
         elif grad is not None:
             self._undecided.append((param, grad))
@@ -291,10 +315,19 @@ class ParamGroup:
     def decide(self, used_somewhere: int) -> None:
         """Now it is known which parameters some rank has used: those get the mean, the others nothing."""
         undecided, self._undecided = self._undecided, []
+        totals: dict[ShardedParam, DTensor] = {}
         for param, grad in undecided:
-            if used_somewhere >> param.bit & 1:
+            if not used_somewhere >> param.bit & 1:
+                continue
+            if param in totals:
+                totals[param]._local_tensor.add_(grad._local_tensor)
+            else:
+                totals[param] = grad
+        for param, grad in totals.items():
+            # A reduction in which no rank had a part is no gradient for one that has got its own.
+            if not self.given >> param.bit & 1 or bool(grad._local_tensor.any()):
                 give_gradient(param, grad)
-        self.used = 0
+        self.used = self.given = 0
 
     def release_gradients(self) -> None:
         """Let go of the memory of gradients that nobody has any more."""
@@ -308,7 +341,7 @@ class ParamGroup:
     def forget_step(self) -> None:
         """Drop everything that an exception has left unfinished, gradients included."""
         self._undecided.clear()
-        self.used = 0
+        self.used = self.given = 0
         for batch in self._batches:
             batch.partial, batch.partial_had = None, 0
         for param in self.params:

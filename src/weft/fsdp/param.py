@@ -80,14 +80,14 @@ class ShardedParam:
         """Let modules have the sharded parameter."""
         self.register(self.sharded)
 
-    def take_replaced(self) -> None:
+    def take_replaced(self) -> bool:
         """Take over a parameter that somebody has put in place of the sharded one:
         load_state_dict(assign=True).
         """
         site = self.sites[0]
         registered = site.module._parameters.get(site.name)
         if registered is self.sharded or registered is self.whole:
-            return
+            return False
         if not isinstance(registered, DTensor) or tuple(registered._local_tensor.shape) != self.local_shape:
             raise StateError(
                 f"fully_shard: parameter {self.name} was replaced by {_describe(registered)}; a DTensor with "
@@ -97,6 +97,7 @@ class ShardedParam:
         self.sharded = registered
         self.grad_wrapper = None
         self.show_sharded()
+        return True
 
     def set_whole(self, tensor: torch.Tensor) -> None:
         """Make the whole parameter, of memory that will hold it."""
@@ -148,7 +149,11 @@ class ShardedParam:
     def wrap_gradient(self, local: torch.Tensor) -> DTensor:
         """The sharded gradient as users see it."""
         spec = cast("DTensor", self.sharded)._spec
-        return make_dtensor(local.view(self.local_shape), with_dtype(spec, local.dtype))
+        # Around nothing first: a wrapper takes over where its tensor lies in memory, and torch then takes it
+        # for a tensor that has memory itself (deepcopy does).
+        wrapper = make_dtensor(local.new_empty(0), with_dtype(spec, local.dtype))
+        wrapper._local_tensor = local.view(self.local_shape)
+        return wrapper
 
 
 def arranged_by_rank(grad: torch.Tensor, split: Split) -> torch.Tensor:

@@ -74,8 +74,8 @@ def gather_early(performed: Sequence[Operation]) -> tuple[Operation, ...]:
     order: list[Operation] = []
     for operation in performed:
         is_late = operation.kind is Kind.GATHER and bool(order) and order[-1].kind is Kind.REDUCE
-        # Not before the reduction of the same group: that one needs what it had gathered before.
-        if is_late and order[-1].group != operation.group:
+        # Not while the group is whole from its last gathering: before its own reduction, or right after it.
+        if is_late and all(before.group != operation.group for before in order[-2:]):
             order.insert(len(order) - 1, operation)
         else:
             order.append(operation)

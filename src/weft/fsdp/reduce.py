@@ -8,7 +8,7 @@ shard, then divided, cast, and given to the parameters, whose hooks run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,16 @@ from weft.fsdp.user_hooks import give_all, has_tensor_hooks
 from weft.tensors import copy_all, plan_spread
 
 Grads = Sequence[torch.Tensor | None]
+
+
+class Receiver(Protocol):
+    """The group whose gradients these are."""
+
+    given: int
+
+    def deliver(self, param: ShardedParam, grad: Any, had: bool) -> None:
+        """Take a parameter's mean; `had`: this rank had a part in it."""
+        ...
 
 
 class Batch:
@@ -68,10 +78,17 @@ class Batch:
     def bits_of(self, grads: Grads) -> int:
         """A bit for each parameter that has a gradient."""
         if all(grad is not None for grad in grads):
-            return self._all_bits()
+            return self.all_bits()
         return bits_of(param.bit for param, grad in zip(self.params, grads, strict=True) if grad is not None)
 
-    def _all_bits(self) -> int:
+    def partial_bits(self) -> int:
+        """The same for what waits to be reduced over the replicas, if it is now."""
+        if self.partial is None or not self.settings.reduces_replicas:
+            return 0
+        return bits_of(param.bit for at, param in enumerate(self.params) if self.partial_had >> at & 1)
+
+    def all_bits(self) -> int:
+        """A bit for each parameter."""
         if not self._bits or self._first_bit != self.params[0].bit:
             self._first_bit = self.params[0].bit
             self._bits = bits_of(param.bit for param in self.params)
@@ -183,7 +200,7 @@ class Reduction:
             settings.reduce_group or batch.data.shard_group,
             feature=FEATURE,
             name=self._name,
-        )
+        ).followed()
 
     def _launch_custom(self, grads: Grads) -> Handle[Any] | None:
         """Through the user's own reduce-scatter."""
@@ -242,13 +259,11 @@ class Reduction:
         if batch.settings.comm_hook is None:
             self._handle = comm.all_reduce(
                 self._out, self._division.op, batch.data.replicate_group, feature=FEATURE
-            )
+            ).followed()
 
     @torch.no_grad()
-    def finish(self, deliver: Callable[[ShardedParam, Any, bool], None], scale: float = 1.0) -> None:
-        """The last stage: means are there. `deliver` gets each parameter's, and whether this rank had a part
-        in it.
-        """
+    def finish(self, group: Receiver, scale: float = 1.0) -> None:
+        """The last stage: means are there, and the group's parameters get them."""
         self.finish_scatter()
         if self.is_partial:
             return
@@ -273,9 +288,10 @@ class Reduction:
         if self._shards is None:
             batch.give_back(self._out)
         if self._shards is not None and all(self.had) and give_all(batch.params, given):
+            group.given |= batch.all_bits()
             return
         for param, grad, had in zip(batch.params, given, self.had, strict=True):
-            deliver(param, grad, had)
+            group.deliver(param, grad, had)
 
     def drop(self) -> None:
         """Wait for what is under way; nobody wants it."""

@@ -45,7 +45,7 @@ class Reductions:
 
     def _finish_first(self) -> None:
         group, reduction = self._queue.pop(0)
-        reduction.finish(group.deliver, self.mean_scale)
+        reduction.finish(group, self.mean_scale)
         bytes_in, bytes_out = reduction.num_bytes
         ranks = group.data.shard_group or group.data.replicate_group
         note("reduce", "fsdp", group.name, ranks, bytes_in=bytes_in, bytes_out=bytes_out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from weft.autograd import set_versions
 from weft.fsdp.param import ShardedParam
 
 
@@ -25,6 +26,7 @@ class Roster:
         self._whole_places: list[tuple[Any, str, Any]] = []
         self._wholes: list[Any] = []
         self._trainable: list[bool] = []
+        self._versions: list[int] | None = None  # of the whole parameters, while they are freed
         self.renew()
 
     def renew(self) -> None:
@@ -35,6 +37,7 @@ class Roster:
             (slot, name, param.sharded) for param in self.params for slot, name in param.slots
         ]
         self._whole_places, self._wholes = [], []
+        self._versions = None
 
     def addresses(self) -> list[int]:
         """Where the registered parameters' local tensors lie; -1 for what is no DTensor."""
@@ -56,6 +59,16 @@ class Roster:
         for slot, name, param in self._sharded_places:
             slot[name] = param
 
+    def mark_freed(self) -> None:
+        """The whole parameters' memory is given back.
+
+        A backward that comes to them unannounced, by a tensor that forward did not return, must not read
+        there: autograd takes them for changed, and raises, until they are whole again.
+        """
+        if self._wholes and self._versions is None:
+            self._versions = [whole._version for whole in self._wholes]
+            set_versions(self._wholes, [version + 1 for version in self._versions])
+
     def show_whole(self) -> None:
         """Let modules have the whole parameters."""
         if not self._wholes:
@@ -66,6 +79,9 @@ class Roster:
             self._trainable = []
         for slot, name, param in self._whole_places:
             slot[name] = param
+        if self._versions is not None:
+            set_versions(self._wholes, self._versions)
+            self._versions = None
         trainable = self.trainable()
         if trainable != self._trainable:
             self._trainable = trainable

@@ -7,6 +7,7 @@ its gradients are reduced and the parameters freed. What autograd didn't tell is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class ModuleState:
         self.is_root: bool | None = None
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
+        self._depth = 0  # of forwards under way: a module may call itself
+        self._failing: BaseException | None = None  # what was being handled when forward began
         self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
         self._handles: list[Any] = []
 
@@ -49,7 +52,7 @@ class ModuleState:
         for module in self.modules:
             self._handles += [
                 module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.after_forward),
+                module.register_forward_hook(self.after_forward, always_call=True),
             ]
         for group in self.groups:
             for owner in {site.module for param in group.params for site in param.sites}:
@@ -99,13 +102,13 @@ class ModuleState:
         is_recomputed = current_backward() is not None
         if is_recomputed:
             tree.enter_backward()
-        elif tree.forward_root is None or (tree.forward_root is self and not self._still_to_run):
-            if tree.forward_root is self:
-                tree.forget_step()  # the last forward has failed: nothing contains itself
+        elif tree.forward_root is None:
+            self._failing = sys.exception()
             tree.begin_forward(self)
             if self.device.type != "cpu":
                 args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
-        is_first = not self._still_to_run
+        is_first = not self._still_to_run and self._depth == 0
+        self._depth += not is_recomputed
         if is_first and not is_recomputed:
             for group in self.groups:
                 group.drop_stale()
@@ -126,21 +129,50 @@ class ModuleState:
         if torch.compiler.is_compiling():
             return output
         tree = self.ready()
+        if tree.forward_root is not None and self._has_failed(tree):
+            return output
         is_recomputed = current_backward() is not None
         self._still_to_run.discard(module)
-        if not is_recomputed and not self._still_to_run:
+        self._depth -= not is_recomputed
+        is_last = not is_recomputed and not self._still_to_run and self._depth == 0
+        if is_last:
+            output = self._kept_from_freeing(output)
             for group in self.groups:
                 group.reshard_after_forward()
         if torch.is_grad_enabled():
             self._watch_outputs(output)
-        if tree.forward_root is self and not is_recomputed:
+        if is_last and tree.forward_root is self:
             tree.end_forward()
         return self._cast_output(output)
+
+    def _has_failed(self, tree: Tree) -> bool:
+        """Whether this runs because of an exception: then nothing of the forward goes on."""
+        root = tree.forward_root
+        error = sys.exception()
+        if root is None or error is None or error is root._failing:
+            return False
+        tree.abandon_forward()
+        return True
+
+    def _kept_from_freeing(self, output: Any) -> Any:
+        """The output, copied where it lies in the memory of parameters that are freed now."""
+        freed = {address for group in self.groups for address in group.freed_after_forward()}
+        if not freed:
+            return output
+
+        def lies_there(tensor: torch.Tensor) -> bool:
+            is_plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+            return is_plain and tensor.untyped_storage().data_ptr() in freed
+
+        if not any(lies_there(tensor) for tensor in find_tensors(output)):
+            return output
+        return map_tensors(lambda tensor: tensor.clone() if lies_there(tensor) else tensor, output)
 
     def end_forward(self) -> None:
         """The root's forward has ended: what was left open, or gathered for others, is closed."""
         is_partial = bool(self._still_to_run)
         self._still_to_run.clear()
+        self._depth = 0
         for group in self.groups:
             if is_partial or group.is_unused_ahead:
                 group.reshard_after_forward()
@@ -180,6 +212,7 @@ class ModuleState:
     def end_backward(self) -> None:
         """The backward is over."""
         self._still_to_run.clear()
+        self._depth = 0
 
     # Inputs and outputs
 
@@ -202,15 +235,13 @@ class ModuleState:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the inputs tell when backward has come through the module."""
-        watched = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
+        watched = {id(tensor): tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad}
         if not watched:
             return args, kwargs
-        passed = iter(_Leaving.apply(self, *watched))  # type: ignore[no-untyped-call]
-
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            return next(passed) if tensor.requires_grad else tensor
-
-        return map_tensors(change, (args, kwargs))
+        passed: Any = _Leaving.apply(self, *watched.values())  # type: ignore[no-untyped-call]
+        # By identity: one tensor given twice stays one, and a container may hide some of them.
+        passed_by_id = dict(zip(watched, passed, strict=True))
+        return map_tensors(lambda tensor: passed_by_id.get(id(tensor), tensor), (args, kwargs))
 
     def _watch_outputs(self, output: Any) -> None:
         """Let the outputs tell when backward comes to the module."""
@@ -221,7 +252,7 @@ class ModuleState:
         for tensor in find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(entering)
-                if tensor._base is not None and tensor._base.requires_grad:
+                if tensor._base is not None and tensor._base.grad_fn is not None:
                     # A view that is changed in place loses its hooks; what it is a view of doesn't.
                     tensor._base.register_hook(entering)
 
@@ -232,6 +263,7 @@ class _Leaving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: ModuleState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
+        ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod

@@ -62,7 +62,7 @@ class Tree:
         """One conductor for each set of ranks; groups and parameters are numbered in module order."""
         by_mesh: dict[Hashable, list[ParamGroup]] = {}
         for group in self._groups:
-            by_mesh.setdefault(tuple(map(_ranks, group.data.groups)), []).append(group)
+            by_mesh.setdefault(tuple(sorted(group.data.mesh.mesh.flatten().tolist())), []).append(group)
         for groups in by_mesh.values():
             conductor = Conductor(groups[0].data, groups, self.serve_all)
             num_params = 0
@@ -166,6 +166,16 @@ class Tree:
             state.end_backward()
         self.is_in_backward = False
 
+    def abandon_forward(self) -> None:
+        """An exception ends the forward. Gradients of earlier ones stay."""
+        for conductor in self.conductors:
+            conductor.drop_phases()
+        for group in self._groups:
+            group.reshard()
+        for state in self.states:
+            state.end_forward()
+        self.forward_root = None
+
     def forget_step(self) -> None:
         """Start afresh after an exception. Gradients that were not given to their parameters are lost."""
         for conductor in self.conductors:
@@ -218,10 +228,6 @@ def plant_tree(root: ModuleState) -> Tree:
 def find_state(module: nn.Module) -> ModuleState | None:
     """The state that fully_shard, or replicate_with_fsdp, has tied to the module."""
     return attached(module, "fully_shard") or attached(module, "replicate_with_fsdp")
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def _check_no_duplicates(groups: Sequence[ParamGroup]) -> None:

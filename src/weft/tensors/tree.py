@@ -37,12 +37,11 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
             given[key] = map_tensors(change, part)
         return given
     if _is_dataclass(value) and any(True for _ in find_tensors(value)):
-        fields = {
-            field.name: map_tensors(change, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **fields)
+        changed = copy.copy(value)  # its __init__ is not run again: fields may be frozen, or set by others
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(changed, field.name, map_tensors(change, getattr(value, field.name)))
+        return changed
     return value
 
 
