@@ -154,7 +154,7 @@ def shard(module: nn.Module, model: Model, way: Way, mesh: DeviceMesh) -> nn.Mod
 
 
 def check_gradients(name: str, module: nn.Module, batch: torch.Tensor, wanted: list[torch.Tensor]) -> None:
-    """Raise unless three steps give this rank's shards of the mean. They also show the order of the modules."""
+    """Raise unless three steps give this rank's shards of the mean. They also show the modules' order."""
     step = make_step(module, batch)
     for _ in range(3):
         step()

@@ -10,7 +10,7 @@ from tests.fsdp_bodies import accumulation
 from tests.fsdp_bodies.running import on_threads
 
 
-@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("body", accumulation.BODIES)
 def test_two_ranks(body: Callable[..., None], reshard: bool | int | None) -> None:
     on_threads(body, 2, reshard)

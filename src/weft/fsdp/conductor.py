@@ -23,6 +23,7 @@ from weft.fsdp.mesh import DataMesh
 from weft.fsdp.plan import Kind, Operation, Plan, choose, first_plan, next_plan
 
 _BITS = 62  # of a number in a message
+_MOST_AHEAD = 2  # groups that are gathered before they are asked for
 _FIXED = 4  # numbers before the bits
 
 
@@ -36,6 +37,10 @@ class Player(Protocol):
 
     def launch_gather(self) -> None:
         """Start to gather its parameters, or help others to."""
+        ...
+
+    def drop_ahead(self) -> None:
+        """Free parameters that were gathered and not needed."""
         ...
 
     def launch_reduce(self) -> None:
@@ -54,9 +59,9 @@ class Phase:
     asked_for: set[int] = field(default_factory=set[int])  # places of the plan
     performed: list[Operation] = field(default_factory=list[Operation])
     extras: list[tuple[int, Operation]] = field(default_factory=list[tuple[int, Operation]])
-    early: list[tuple[int, Operation]] = field(
-        default_factory=list[tuple[int, Operation]]
-    )  # not asked for yet
+    last_asked: int = -1  # the last of them
+    # Gathered and not asked for, yet: ahead of what was asked for last, or passed by.
+    early: list[tuple[int, Operation]] = field(default_factory=list[tuple[int, Operation]])
 
 
 class Conductor:
@@ -127,15 +132,18 @@ class Conductor:
             return
         for place, operation in phase.early:
             if operation.group == group:
-                phase.asked_for.add(place)
                 phase.early.remove((place, operation))
+                if place >= 0:
+                    self._was_asked(phase, place)
                 break
         self.look_ahead()
 
     def look_ahead(self) -> None:
         """Start the gathering that the plan has next, unless one is ahead already."""
         phase = self._phases[-1] if self._phases else None
-        if phase is None or phase.plan is None or phase.early or phase.cursor >= len(phase.plan):
+        if phase is None or phase.plan is None or phase.cursor >= len(phase.plan):
+            return
+        if any(place > phase.last_asked for place, _ in phase.early):
             return
         operation = phase.plan.operations[phase.cursor]
         # What is whole now is gathered again for a second use: not before it was freed.
@@ -167,13 +175,30 @@ class Conductor:
     def _step(self, phase: Phase, *, is_asked: bool) -> None:
         assert phase.plan is not None
         operation = phase.plan.operations[phase.cursor]
-        if is_asked:
-            phase.asked_for.add(phase.cursor)
-        elif operation.kind is Kind.GATHER:
-            phase.early.append((phase.cursor, operation))
+        place = phase.cursor
         phase.cursor += 1
         self._perform(operation)
         phase.performed.append(operation)
+        if is_asked:
+            self._was_asked(phase, place)
+        elif operation.kind is Kind.GATHER:
+            phase.early.append((place, operation))
+            self._drop_passed(phase)
+
+    def _was_asked(self, phase: Phase, place: int) -> None:
+        phase.asked_for.add(place)
+        assert phase.plan is not None
+        if phase.plan.operations[place].kind is Kind.GATHER:
+            phase.last_asked = max(phase.last_asked, place)
+            self._drop_passed(phase)
+
+    def _drop_passed(self, phase: Phase) -> None:
+        """Free what was gathered for others, but for the last: this rank may only be in another order."""
+        passed = [entry for entry in phase.early if entry[0] < phase.last_asked]
+        ahead = [entry for entry in phase.early if entry[0] >= phase.last_asked]
+        for entry in (*passed[:-1], *ahead[:-_MOST_AHEAD]):
+            phase.early.remove(entry)
+            self._players[entry[1].group].drop_ahead()
 
     def _perform(self, operation: Operation) -> None:
         player = self._players[operation.group]
@@ -203,6 +228,9 @@ class Conductor:
                 phase.extras.append((wishes[chosen.code], chosen))
             if chosen == wish:
                 return rows
+            if chosen.kind is Kind.GATHER:
+                phase.early.append((-2, chosen))  # in no plan
+                self._drop_passed(phase)
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
         rows = [row]

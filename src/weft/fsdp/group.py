@@ -193,6 +193,11 @@ class ParamGroup:
             start_secs=self._start_secs,
         )
 
+    def drop_ahead(self) -> None:
+        """Free what was gathered for other ranks."""
+        if self._is_pending:
+            self.reshard()
+
     def _finish_served(self) -> None:
         served, self._served = self._served, []
         for handle in served:

@@ -237,6 +237,16 @@ class FSDPModule:
             group.prepare()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also of parameters that are whole now."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in _groups_of(self):
+            for param in group.params:
+                if set_to_none:
+                    param.sharded.grad = None
+                elif param.sharded.grad is not None:
+                    param.sharded.grad.zero_()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy_sharded(cast("nn.Module", self), memo)
 

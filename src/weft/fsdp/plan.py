@@ -72,13 +72,17 @@ def gather_early(performed: Sequence[Operation]) -> tuple[Operation, ...]:
     A gather never moves before a gather, so no more than one group more is whole at a time.
     """
     order: list[Operation] = []
+    was_passed = False  # the last reduction, by the gather that now stands before it
     for operation in performed:
         is_late = operation.kind is Kind.GATHER and bool(order) and order[-1].kind is Kind.REDUCE
         # Not while the group is whole from its last gathering: before its own reduction, or right after it.
-        if is_late and all(before.group != operation.group for before in order[-2:]):
+        is_free = all(before.group != operation.group for before in order[-2:])
+        if is_late and is_free and not was_passed:
             order.insert(len(order) - 1, operation)
+            was_passed = True
         else:
             order.append(operation)
+            was_passed = False
     return tuple(order)
 
 

@@ -128,8 +128,8 @@ class ModuleState:
         """The modules' forward hook."""
         if torch.compiler.is_compiling():
             return output
-        tree = self.ready()
-        if tree.forward_root is not None and self._has_failed(tree):
+        tree = self.tree
+        if tree is None or (tree.forward_root is not None and self._has_failed(tree)):
             return output
         is_recomputed = current_backward() is not None
         self._still_to_run.discard(module)
@@ -139,6 +139,8 @@ class ModuleState:
             output = self._kept_from_freeing(output)
             for group in self.groups:
                 group.reshard_after_forward()
+                if self.keeps_root_whole and not torch.is_grad_enabled():
+                    group.reshard()  # no backward will: an optimizer made now must find sharded parameters
         if torch.is_grad_enabled():
             self._watch_outputs(output)
         if is_last and tree.forward_root is self:
