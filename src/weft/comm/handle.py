@@ -126,7 +126,10 @@ class Handle(Generic[T]):
         if self._is_waited or not works:
             return _completed(self)
         self._is_followed = True
-        futures = [work.get_future() for work in works]
+        try:
+            futures = [work.get_future() for work in works]
+        except RuntimeError:  # gloo's reduce-scatter has none
+            return _completed(self)
 
         # Waiting for a work inside its own completion would never end, so its futures are
         # asked instead; `wait` stays possible beside it.

@@ -136,6 +136,11 @@ class ExtendedParam:
             pending, self._pending = self._pending, None
             pending.wait()
 
+    def drop_whole(self) -> None:
+        """Give the memory back, needed or not."""
+        self.drop_gather()
+        self.free()
+
     def free(self) -> None:
         """Give the memory back."""
         for tensor in (*self._outs, *self._inner):

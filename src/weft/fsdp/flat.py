@@ -16,7 +16,7 @@ from weft import comm
 from weft.comm import Handle
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam, restored_from_ranks
-from weft.fsdp.placement import make_dtensor, smaller_spec, with_dtype
+from weft.fsdp.placement import make_parameter, smaller_spec, with_dtype
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.settings import Settings
 from weft.fsdp.split import Split
@@ -203,10 +203,15 @@ class FlatParams:
         if pending is not None:
             pending.wait()
 
-    def free(self) -> None:
-        """Give the whole parameters' memory back."""
+    def drop_whole(self) -> None:
+        """Give the whole parameters' memory back, needed or not; what is on the smaller mesh stays."""
+        self.drop_gather()
         if self._whole is not None and not self._is_alias:
             free_storage(self._whole)
+
+    def free(self) -> None:
+        """Give the whole parameters' memory back."""
+        self.drop_whole()
         self._small_shard = None
 
     def whole_addresses(self) -> list[int]:
@@ -278,9 +283,7 @@ class FlatParams:
             split = Split(param.split.shape, param.split.dim, small.shard_size)
             local = self._small_local(param, split, rank, shard, at, dtype)
             spec = with_dtype(smaller_spec(param.placement, small), local.dtype)
-            param.register(
-                torch.nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
-            )
+            param.register(make_parameter(local, spec, requires_grad=param.sharded.requires_grad))
         free_storage(self._whole)
         self._small, self._small_shard = small, shard
 

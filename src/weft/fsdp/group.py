@@ -195,7 +195,11 @@ class ParamGroup:
 
     def drop_ahead(self) -> None:
         """Free what was gathered for other ranks."""
-        if self._is_pending:
+        if self._is_pending and self.shown is Shown.SMALL:
+            self._is_pending = False  # it is there, too, and stays
+            for part in self._parts:
+                part.drop_whole()
+        elif self._is_pending:
             self.reshard()
 
     def _finish_served(self) -> None:
@@ -251,7 +255,7 @@ class ParamGroup:
     def settle_small(self, is_everywhere: bool) -> None:
         """After a forward of all ranks: whether every one of them has this group on the smaller mesh."""
         if self._is_pending and is_everywhere:
-            self.reshard_after_forward()  # gathered for others once more, after this rank was there
+            self.drop_ahead()  # gathered for others once more, after this rank was there
         elif self._is_pending or (self.shown is Shown.SMALL and not is_everywhere):
             self.reshard()
         self._is_small_everywhere = is_everywhere

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.errors import StateError
 from weft.fsdp.choose import Site
 from weft.fsdp.mesh import DataMesh
-from weft.fsdp.placement import Placement, local_gradient, make_dtensor, with_dtype
+from weft.fsdp.placement import Placement, local_gradient, make_dtensor, make_parameter, with_dtype
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.split import Split
 
@@ -102,9 +102,11 @@ class ShardedParam:
     def set_whole(self, tensor: torch.Tensor) -> None:
         """Make the whole parameter, of memory that will hold it."""
         spec = self.placement.whole_spec
-        if spec is not None:
-            tensor = make_dtensor(tensor, with_dtype(spec, tensor.dtype))
-        self.whole = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        needs_gradient = self.sharded.requires_grad
+        if spec is None:
+            self.whole = nn.Parameter(tensor, requires_grad=needs_gradient)
+        else:
+            self.whole = make_parameter(tensor, with_dtype(spec, tensor.dtype), requires_grad=needs_gradient)
 
     def point_whole(self, tensor: torch.Tensor) -> None:
         """Let the whole parameter be this tensor. The parameter itself stays: autograd knows it."""

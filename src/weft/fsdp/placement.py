@@ -121,6 +121,13 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
+def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter. nn.Parameter asks the dispatcher of DTensor, which threads can't share."""
+    made: Any = make_dtensor(local, spec).requires_grad_(requires_grad)
+    made._is_param = True
+    return made
+
+
 def check_parameter(name: str, param: nn.Parameter, data: DataMesh) -> None:
     """Raise for a parameter that can't be split at all."""
     if param.ndim == 0:

@@ -32,7 +32,6 @@ class Settings:
     custom_reduce: Any = None  # torch's ReduceScatter
     reduce_group: Any = None  # of the reductions alone; None: the shards'
     comm_hook: Any = None
-    comm_hook_state: Any = None
 
     def order_key(self) -> Hashable:
         """What changes the order of collectives."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from weft.fsdp.choose import Site
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam
-from weft.fsdp.placement import Placement, make_dtensor, place
+from weft.fsdp.placement import Placement, make_parameter, place
 from weft.fsdp.split import Split
 
 
@@ -34,7 +34,7 @@ def shard_parameter(
     if not local.is_meta:
         local = local.to(device)
         local = local.pin_memory() if is_pinned else local
-    sharded = nn.Parameter(make_dtensor(local, placement.sharded_spec), requires_grad=param.requires_grad)
+    sharded = make_parameter(local, placement.sharded_spec, requires_grad=param.requires_grad)
     _move_hooks(param, sharded)
     shape = torch.empty(placement.local.shape, dtype=placement.local.dtype, device="meta")
     placement = dataclasses.replace(placement, local=shape)  # the whole parameter may go
