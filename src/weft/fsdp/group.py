@@ -147,7 +147,9 @@ class ParamGroup:
 
     def drop_stale(self) -> None:
         """Free whole parameters that were kept while the sharded ones were changed."""
-        if self.shown is Shown.WHOLE and self._versions and self._versions != self._roster.versions():
+        if self.shown is not Shown.WHOLE or not self._versions:
+            return
+        if self._versions != self._roster.versions() or not self._roster.is_whole_shown():
             self.reshard()
 
     def start_whole(self) -> None:

@@ -89,6 +89,10 @@ class Roster:
                 if whole.requires_grad != needs_gradient:
                     whole.requires_grad_(needs_gradient)
 
+    def is_whole_shown(self) -> bool:
+        """Whether the modules still have the whole parameters: functional_call puts others there."""
+        return all(slot[name] is param for slot, name, param in self._whole_places)
+
     def has_gradients(self) -> bool:
         """Whether whole parameters have gradients."""
         return any(whole.grad is not None for whole in self._wholes)

@@ -91,9 +91,10 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The modules' forward pre-hook."""
-        if not torch.compiler.is_compiling():
-            args, kwargs = self._before_forward(module, args, kwargs)
-        return args, kwargs
+        if torch.compiler.is_compiling():  # its work is not for a graph, which ends before it
+            eager: Any = torch.compiler.disable(self._before_forward)
+            return eager(module, args, kwargs)
+        return self._before_forward(module, args, kwargs)
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +128,11 @@ class ModuleState:
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The modules' forward hook."""
         if torch.compiler.is_compiling():
-            return output
+            eager: Any = torch.compiler.disable(self._after_forward)
+            return eager(module, output)
+        return self._after_forward(module, output)
+
+    def _after_forward(self, module: nn.Module, output: Any) -> Any:
         tree = self.tree
         if tree is None or (tree.forward_root is not None and self._has_failed(tree)):
             return output

@@ -22,6 +22,7 @@ from weft.local.arithmetic import plan_fold, resolve_reduce_op, with_arithmetic
 from weft.local.calls import Op
 from weft.local.engine import Engine
 from weft.local.flat import Flat, flat_input, flat_outputs
+from weft.local.labels import Labels
 from weft.local.mailbox import ANY_SOURCE
 from weft.local.sparse import all_reduce_sparse
 from weft.local.work import Lane, LocalWork
@@ -29,7 +30,7 @@ from weft.local.work import Lane, LocalWork
 Tensors = list[torch.Tensor]
 
 
-class LocalGroup(dist.ProcessGroup):
+class LocalGroup(Labels, dist.ProcessGroup):
     """Ranks of one host: processes through shared memory, threads through their own, GPUs through IPC."""
 
     def __init__(self, engine: Engine, timeout: timedelta) -> None:
@@ -37,31 +38,12 @@ class LocalGroup(dist.ProcessGroup):
         self.engine = engine
         self._timeout_secs = timeout.total_seconds()
         self._lane = Lane(f"weft-lane-{engine.rank}", engine.late_ranks)
-        self._name = self._desc = ""
 
     # -- what the group is ------------------------------------------------------
 
     def getBackendName(self) -> str:
         """The name under which c10d knows the backend."""
         return "weft"
-
-    # c10d keeps a group's name and description in its C++ backends, and we have none.
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        """The name by which c10d and compiled graphs find the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for, in its maker's words."""
-        return self._desc
 
     def rank(self) -> int:
         """This process's rank in the group."""

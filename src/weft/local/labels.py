@@ -1,0 +1,33 @@
+"""What c10d keeps of a group in its C++ backends, of which a group written in Python has none."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Labels:
+    """A group's name, its description, and the devices that it serves."""
+
+    _name = ""
+    _desc = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        """The name by which c10d and compiled graphs find the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, in its maker's words."""
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return [torch.device(kind) for kind in kinds]
