@@ -138,4 +138,4 @@ def make_tokens(seed: int, vocabulary: int = 11, rows: int = 8, length: int = 7)
 def next_token_loss(model: nn.Module, tokens: torch.Tensor, rank: int = 0) -> torch.Tensor:
     """Predict each token from those before it."""
     logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))

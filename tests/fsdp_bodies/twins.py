@@ -122,7 +122,8 @@ def assert_is_shard(seen: torch.Tensor, right: torch.Tensor, name: str, toleranc
     assert isinstance(seen, DTensor), f"{name}: {type(seen).__name__}"
     assert seen.shape == right.shape, f"{name}: {seen.shape}, not {right.shape}"
     assert seen.dtype == right.dtype, f"{name}: {seen.dtype}, not {right.dtype}"
-    local, wanted = local_of(seen), part_of(right.detach(), seen)
+    local = local_of(seen)
+    wanted = part_of(right.detach(), seen).to(local.device)  # the single process may compute elsewhere
     assert local.shape == wanted.shape, f"{name}: this rank holds {local.shape}, not {wanted.shape}"
     if wanted.numel() == 0:
         return

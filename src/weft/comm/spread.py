@@ -19,7 +19,7 @@ from weft.comm.group import resolve_group, state_of
 from weft.comm.handle import Handle
 from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
 from weft.comm.spread_packing import pack, plan_packing, row_into_shard, row_of_shard, unpack
-from weft.comm.staging import Staging
+from weft.comm.staging import Borrowed, Staging
 from weft.errors import ConfigError
 from weft.tensors.spread import Spread
 
@@ -95,11 +95,12 @@ class _Gather:
         self._group = group
         self._packing = plan_packing(spread, shard.element_size(), is_reduction=False)
         self._rows: Staging | None = None
+        self._borrowed = Borrowed((whole, shard))
 
     @property
     def has_end(self) -> bool:
         """Whether something is left to do when the collective is done."""
-        return self._rows is not None
+        return self._rows is not None or self._borrowed.is_on_stream
 
     def start(self) -> Any:
         """Start the group's own, or what stands in for it."""
@@ -116,14 +117,17 @@ class _Gather:
             works.append(all_gather_single(target, shard[start : start + numel], self._group))
         if plan.runs:
             self._rows = Staging(self._group, spread.num_ranks * plan.row_numel, shard)
-            works.append(all_gather_single(self._rows.flat, row_of_shard(plan, shard), self._group))
+            row = row_of_shard(plan, shard)
+            self._borrowed = Borrowed((whole, shard, row))
+            works.append(all_gather_single(self._rows.flat, row, self._group))
         return works
 
     def finish(self, result: torch.Tensor) -> torch.Tensor:
         """Unpack what arrived packed."""
-        assert self._rows is not None
-        unpack(self._packing, self._rows.flat, self._whole)
-        self._rows.give_back()
+        if self._rows is not None:
+            unpack(self._packing, self._rows.flat, self._whole)
+            self._rows.give_back()
+        self._borrowed.give_back()
         return result
 
 
@@ -145,12 +149,13 @@ class _Reduction:
         self._group = group
         self._packing = plan_packing(spread, out.element_size(), is_reduction=True)
         self._used: list[Staging] = []
+        self._borrowed = Borrowed((out, *tensors))
         self._ends: list[Callable[[], object]] = []  # in order, when the collectives are done
 
     @property
     def has_end(self) -> bool:
         """Whether something is left to do when the collective is done."""
-        return bool(self._used or self._ends)
+        return bool(self._used or self._ends) or self._borrowed.is_on_stream
 
     def start(self) -> Any:
         """Start the group's own, or what stands in for it."""
@@ -216,6 +221,7 @@ class _Reduction:
             end()
         for staging in self._used:
             staging.give_back()
+        self._borrowed.give_back()
         self._ends.clear()
         return result
 

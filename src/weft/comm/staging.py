@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,33 @@ class _Shelf:
 
 
 _shelves: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shelf] = weakref.WeakKeyDictionary()
+
+
+class Borrowed:
+    """Memory of others that a collective uses: from the launch on, until the stream that waits has it."""
+
+    __slots__ = ("_stream", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._tensors = tensors
+        device = next((tensor.device for tensor in tensors if tensor is not None), None)
+        is_cuda = device is not None and device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
+
+    @property
+    def is_on_stream(self) -> bool:
+        """Whether there is something to give back."""
+        return self._stream is not None
+
+    def give_back(self) -> None:
+        """The current stream is behind the collective. Another one, that launched it, may not be."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                for tensor in self._tensors:
+                    if tensor is not None:
+                        tensor.record_stream(current)
+        self._tensors = ()
 
 
 class Staging:

@@ -121,7 +121,9 @@ def shard(
         shard_parameter(name, param, sites, data, placement_fn, shard_device, is_pinned=is_pinned)
         for name, param, sites in found
     ]
-    groups = [ParamGroup(params, data, policy, settings, shard_device)] if params else []
+    groups: list[ParamGroup] = []
+    if params:
+        groups.append(ParamGroup(params, data, policy, settings, shard_device, is_pinned=is_pinned))
     state = ModuleState(modules, groups, policy, data.device, keeps_root_whole=keeps_root_whole)
     for module in modules:
         attach(module, feature, state)

@@ -109,11 +109,6 @@ class Conductor:
         """Forget what an exception has left unfinished."""
         self._phases.clear()
 
-    @property
-    def is_in_phase(self) -> bool:
-        """Whether a forward or backward is under way."""
-        return bool(self._phases)
-
     # Operations
 
     def gather(self, group: int) -> None:

@@ -86,4 +86,6 @@ def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
         copied.show_sharded()  # tied ones stay one
         params.append(copied)
     settings = dataclasses.replace(group.settings)
-    return ParamGroup(params, group.data, group.policy, settings, group.shard_device)
+    return ParamGroup(
+        params, group.data, group.policy, settings, group.shard_device, is_pinned=group.is_pinned
+    )

@@ -35,6 +35,8 @@ class FlatParams:
         data: DataMesh,
         policy: MixedPrecisionPolicy,
         settings: Settings,
+        *,
+        is_pinned: bool = False,
     ) -> None:
         # Wide ones first: then every piece starts at a multiple of its width.
         self.params = sorted(params, key=lambda param: -param.compute_dtype(policy).itemsize)
@@ -60,10 +62,13 @@ class FlatParams:
         self._shard: torch.Tensor | None = None  # 1D; where parameters are kept
         if is_uniform and data.shard_size > 1:
             numel = self._spread.shard_numel
-            self._shard = torch.zeros(numel, dtype=self._dtypes[0], device=self._shard_device)
+            self._shard = torch.zeros(
+                numel, dtype=self._dtypes[0], device=self._shard_device, pin_memory=is_pinned
+            )
         self._whole: torch.Tensor | None = None  # 1D; made when first needed
         self._regions: list[torch.Tensor] = []  # each parameter's in it, 1D
         self._by_rank: list[tuple[ShardedParam, torch.Tensor, torch.Tensor]] = []
+        self._movable: list[tuple[ShardedParam, torch.Tensor]] = []  # with where they belong
         self._small: DataMesh | None = None
         self._small_shard: torch.Tensor | None = None
         self._pending: Handle[torch.Tensor] | None = None
@@ -195,6 +200,9 @@ class FlatParams:
         with torch.no_grad():
             for param, by_rank, whole in self._by_rank:
                 restored_from_ranks(by_rank, param.split, whole)
+            for param, whole in self._movable:
+                if param.whole is not None and param.whole.data_ptr() != whole.data_ptr():
+                    param.whole.data = whole
         self._small_shard = None
 
     def drop_gather(self) -> None:
@@ -228,6 +236,7 @@ class FlatParams:
                 self._whole = torch.empty(0)
                 for param in self.params:
                     param.point_whole(param.local.detach())
+                self._movable = [(param, param.local.detach()) for param in self.params if param.may_move]
             else:
                 self._lay_out_whole()
 
@@ -249,11 +258,14 @@ class FlatParams:
             region = _typed_view(whole, start, (numel // width,), dtype)
             self._regions.append(region)
             if self._lies_in_order(param):
-                param.set_whole(_typed_view(whole, start, shape, dtype))
+                view = _typed_view(whole, start, shape, dtype)
             else:
-                self._by_rank.append((param, region, _typed_view(whole, end, shape, dtype)))
-                param.set_whole(_typed_view(whole, end, shape, dtype))
+                view = _typed_view(whole, end, shape, dtype)
+                self._by_rank.append((param, region, view))
                 end += -(-param.split.numel * width // 16) * 16
+            param.set_whole(view)
+            if param.may_move:
+                self._movable.append((param, view))
 
     def _lies_in_order(self, param: ShardedParam) -> bool:
         return param.split.is_in_order or self._data.shard_size == 1

@@ -50,12 +50,15 @@ class ParamGroup:
         policy: MixedPrecisionPolicy,
         settings: Settings,
         shard_device: torch.device,
+        *,
+        is_pinned: bool = False,
     ) -> None:
         self.params = list(params)
         self.data = data
         self.policy = policy
         self.settings = settings
         self.shard_device = shard_device
+        self.is_pinned = is_pinned  # shards, in the CPU's memory
         self.index = 0  # among the groups of its mesh
         self.name = "root"  # of its module, from the root
         self.conductor = Conductor(data, [self], lambda: None)
@@ -97,7 +100,9 @@ class ParamGroup:
             else:
                 plain.append(param)
         if plain:
-            self._parts.append(FlatParams(plain, self.data, self.policy, self.settings))
+            self._parts.append(
+                FlatParams(plain, self.data, self.policy, self.settings, is_pinned=self.is_pinned)
+            )
         self._roster.renew()
 
     def _keep_up(self) -> None:
@@ -294,7 +299,13 @@ class ParamGroup:
             self._trainable = trainable
             wanted = gradient_batches(self.params, lambda param: param.reduce_dtype(self.policy))
             self._batches = [
-                Batch(params, self.data, params[0].reduce_dtype(self.policy), self.settings)
+                Batch(
+                    params,
+                    self.data,
+                    params[0].reduce_dtype(self.policy),
+                    self.settings,
+                    is_pinned=self.is_pinned,
+                )
                 for params in wanted
             ]
         return self._batches
@@ -344,8 +355,8 @@ class ParamGroup:
         """Let go of the memory of gradients that nobody has any more."""
         if self.is_alone:
             for param in self.params:
-                if param.grad_wrapper is not None and param.sharded.grad is None:
-                    param.grad_wrapper._local_tensor = _NOTHING
+                if _is_free(param):
+                    param.grad_wrapper._local_tensor = _NOTHING  # type: ignore[union-attr]
         for batch in self._batches:
             batch.release()
 
@@ -362,10 +373,15 @@ class ParamGroup:
 
 def _wrapped(param: ShardedParam, grad: torch.Tensor) -> DTensor:
     """The gradient as a DTensor: last step's, unless somebody still has that."""
-    wrapper = param.grad_wrapper
-    # Two names: the attribute and the argument. The parameter's own `.grad` is none of Python's.
-    if wrapper is not None and param.sharded.grad is None and sys.getrefcount(wrapper) <= 3:
-        wrapper._local_tensor = grad
-        return wrapper
+    if _is_free(param):
+        param.grad_wrapper._local_tensor = grad  # type: ignore[union-attr]
+        return param.grad_wrapper  # type: ignore[return-value]
     param.grad_wrapper = wrapper = param.wrap_gradient(grad)
     return wrapper
+
+
+def _is_free(param: ShardedParam) -> bool:
+    """Whether last step's gradient is there and nobody has it."""
+    wrapper = param.grad_wrapper
+    # Three names: the attribute, this one and the argument. The parameter's own `.grad` is none of Python's.
+    return wrapper is not None and param.sharded.grad is None and sys.getrefcount(wrapper) <= 3

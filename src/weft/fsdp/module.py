@@ -196,8 +196,6 @@ class FSDPModule:
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepted for torch's sake: weft's groups read parameters and gradients where they lie."""
-        for group in _state_of(self).groups:
-            group.settings.allocates_from_group = enable
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Accepted for torch's sake, without effect."""

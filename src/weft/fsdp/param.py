@@ -69,6 +69,11 @@ class ShardedParam:
         """Whether its tensor says itself what is gathered."""
         return hasattr(self.local, "fsdp_pre_all_gather") or hasattr(self.local, "fsdp_post_all_gather")
 
+    @property
+    def may_move(self) -> bool:
+        """Whether a module may give the whole parameter other memory: torch's RNNs do, for cuDNN."""
+        return self.placement.whole_spec is None and any(type(slot) is _Setter for slot, _ in self.slots)
+
     # Which of the two the modules have
 
     def register(self, param: nn.Parameter) -> None:

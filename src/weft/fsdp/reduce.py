@@ -43,8 +43,15 @@ class Batch:
     """Parameters whose gradients one collective reduces."""
 
     def __init__(
-        self, params: Sequence[ShardedParam], data: DataMesh, reduce_dtype: torch.dtype, settings: Settings
+        self,
+        params: Sequence[ShardedParam],
+        data: DataMesh,
+        reduce_dtype: torch.dtype,
+        settings: Settings,
+        *,
+        is_pinned: bool = False,
     ) -> None:
+        self._is_pinned = is_pinned  # gradients, in the CPU's memory
         self.params = list(params)
         self.data = data
         self.settings = settings
@@ -124,7 +131,12 @@ class Batch:
         if self._shards is not None and not self._shards.is_held(self.params):
             allocate_storage(self._shards.flat)
         else:
-            flat = torch.zeros(self.spread.shard_numel, dtype=self.dtype, device=self.shard_device)
+            flat = torch.zeros(
+                self.spread.shard_numel,
+                dtype=self.dtype,
+                device=self.shard_device,
+                pin_memory=self._is_pinned,
+            )
             self._shards = GradShards(self.params, self.spread.shard_starts, flat)
         return self._shards
 
@@ -139,7 +151,8 @@ class Batch:
 
     def give_back(self, spare: torch.Tensor) -> None:
         """The sums in it have been used."""
-        self._spare = spare
+        if spare.is_cpu:  # elsewhere memory can be had again for little
+            self._spare = spare
 
 
 class Reduction:
@@ -282,8 +295,8 @@ class Reduction:
             self._add_all()
             given = [None] * len(batch.params)
         else:
-            flat = self._out.to(batch.shard_device, batch.dtype, copy=True)
-            shards = GradShards(batch.params, batch.spread.shard_starts, flat)
+            shards = batch.room()
+            shards.flat.copy_(self._out)
             given = list(shards.wrappers)
         if self._shards is None:
             batch.give_back(self._out)

@@ -25,7 +25,6 @@ class Settings:
     divide_factor: float | None = None
     sums_only: bool = False  # divide by hand: for backends without other operators
     reduces_unused: bool = False  # parameters that no rank has used get zeros
-    allocates_from_group: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_stream: Any = None
     custom_gather: Any = None  # torch's AllGather, of the user's

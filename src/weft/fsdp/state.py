@@ -94,7 +94,18 @@ class ModuleState:
         if torch.compiler.is_compiling():  # its work is not for a graph, which ends before it
             eager: Any = torch.compiler.disable(self._before_forward)
             return eager(module, args, kwargs)
+        if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
+            self._depth += 1  # another one of several, in a forward that has begun
+            return args, kwargs
         return self._before_forward(module, args, kwargs)
+
+    def _has_nothing_to_do(self) -> bool:
+        """Whether parameters are whole already and inputs go in as they are."""
+        is_cast = self.policy.param_dtype is not None and self.policy.cast_forward_inputs
+        return not is_cast and not self.forward_prefetch and self._is_whole()
+
+    def _is_whole(self) -> bool:
+        return all(group.shown is Shown.WHOLE for group in self.groups)
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,8 +117,10 @@ class ModuleState:
         elif tree.forward_root is None:
             self._failing = sys.exception()
             tree.begin_forward(self)
-            if self.device.type != "cpu":
-                args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
+        # The outermost one's, also when it runs again in backward, with the inputs it had.
+        is_outermost = tree.forward_root is self or (is_recomputed and self.is_root)
+        if is_outermost and self.device.type != "cpu":
+            args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
         is_first = not self._still_to_run and self._depth == 0
         self._depth += not is_recomputed
         if is_first and not is_recomputed:
@@ -189,6 +202,8 @@ class ModuleState:
     def before_backward(self) -> None:
         """Backward comes to the module."""
         tree = self.ready()
+        if tree.is_in_backward and not self.backward_prefetch and self._is_whole():
+            return  # another of its outputs, or another one of several modules, has told
         tree.enter_backward()
         for group in self.groups:
             if group.settings.gathers_in_backward:
@@ -250,18 +265,17 @@ class ModuleState:
         passed_by_id = dict(zip(watched, passed, strict=True))
         return map_tensors(lambda tensor: passed_by_id.get(id(tensor), tensor), (args, kwargs))
 
+    def _entering(self, _: torch.Tensor) -> None:
+        self.before_backward()
+
     def _watch_outputs(self, output: Any) -> None:
         """Let the outputs tell when backward comes to the module."""
-
-        def entering(_: torch.Tensor) -> None:
-            self.before_backward()
-
-        for tensor in find_tensors(output):
+        for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(entering)
+                tensor.register_hook(self._entering)
                 if tensor._base is not None and tensor._base.grad_fn is not None:
                     # A view that is changed in place loses its hooks; what it is a view of doesn't.
-                    tensor._base.register_hook(entering)
+                    tensor._base.register_hook(self._entering)
 
 
 class _Leaving(torch.autograd.Function):

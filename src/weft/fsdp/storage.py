@@ -17,4 +17,7 @@ def free_storage(tensor: torch.Tensor) -> None:
     """Give the tensor's memory back. Whoever reads it before it is allocated again reads nothing."""
     storage = tensor.untyped_storage()
     if storage.size():
+        if tensor.is_cuda:
+            # It goes back to the stream under which it was allocated, which may be ahead of this one.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         storage.resize_(0)

@@ -54,9 +54,39 @@ def run_threads(
     grace_secs: float,
 ) -> list[object]:
     """Run `call` on `ranks` threads and return the results by rank; launch() says how it fails."""
+    _keep_device_guard()
     run = ThreadRun(call, ranks, backend, timedelta(seconds=collective_timeout_secs))
     with isolated_worlds():
         return run.run(timeout_secs, grace_secs)
+
+
+_guard_mutex = threading.Lock()
+_guard_keeper: threading.Thread | None = None
+
+
+def _keep_device_guard() -> None:
+    """Make what torch shares between threads outlive the ranks.
+
+    Where torch knows CUDA and finds no GPU, the first fake tensor (DTensor's dispatcher makes some) sets a
+    guard for all threads that belongs to its own thread; in torch 2.11 the others crash when that one has
+    ended. So it is set on a thread that never ends. A private name: `_ensureCUDADeviceGuardSet`.
+    """
+    global _guard_keeper
+    with _guard_mutex:
+        if _guard_keeper is not None or torch.cuda.is_available():
+            return
+        is_set = threading.Event()
+
+        def keep() -> None:
+            try:
+                torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+            finally:
+                is_set.set()
+            threading.Event().wait()
+
+        _guard_keeper = threading.Thread(target=keep, name="weft-guard", daemon=True)
+        _guard_keeper.start()
+        is_set.wait()
 
 
 class ThreadRun:
