@@ -185,14 +185,15 @@ def _unpack_index(packing: Packing, run: Run) -> np.ndarray:
     """For each element of the run in the whole, where it lies in the rows."""
     spread = packing.spread
     lo, hi = run.whole
-    index = np.zeros(hi - lo, dtype=np.int32)  # between tensors is room that may hold anything
-    row_starts = np.arange(spread.num_ranks, dtype=np.int32)[:, None] * packing.row_numel
+    kind = np.int32 if spread.num_ranks * packing.row_numel < 2**31 else np.int64
+    index = np.zeros(hi - lo, dtype=kind)  # between tensors is room that may hold anything
+    row_starts = np.arange(spread.num_ranks, dtype=kind)[:, None] * packing.row_numel
     for i in run.indices:
         numel = spread.piece_numels[i]
         start = spread.shard_starts[i] - run.shard[0] + run.packed[0]
         here = spread.whole_starts[i] - lo
         region = index[here : here + spread.num_ranks * numel].reshape(spread.num_ranks, numel)
-        region[:] = row_starts + np.arange(start, start + numel, dtype=np.int32)
+        region[:] = row_starts + np.arange(start, start + numel, dtype=kind)
     return index
 
 

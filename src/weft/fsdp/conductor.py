@@ -105,6 +105,12 @@ class Conductor:
             self._plans[phase.key] = next_plan(phase.plan, asked, phase.extras)
         return [_join_words(row[_FIXED + _num_words(num_places) :]) for row in rows]
 
+    def start_over(self) -> None:
+        """Forget all plans. Every rank must."""
+        self._phases.clear()
+        self._plans.clear()
+        self._num_phases = 0
+
     def drop_phases(self) -> None:
         """Forget what an exception has left unfinished."""
         self._phases.clear()

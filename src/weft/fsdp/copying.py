@@ -27,7 +27,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = list(
         dict.fromkeys(state for part in module.modules() if (state := find_state(part)) is not None)
     )
-    _check_ready(states)
+    _check_ready(module, states)
     parts = {part for state in states for part in state.modules}
     taken = [(part, type(part), part.__dict__.pop(STATES_KEY)) for part in parts]
     for state in states:
@@ -57,7 +57,13 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _check_ready(states: Sequence[ModuleState]) -> None:
+def _check_ready(module: nn.Module, states: Sequence[ModuleState]) -> None:
+    inside = set(module.modules())
+    if any(part not in inside for state in states for part in state.modules):
+        raise RefusedError(
+            "FSDP does not support deepcopy of a part of modules that were sharded together, as a list. Copy "
+            "the module that contains all of them."
+        )
     if any(state.tree is None for state in states):
         raise RefusedError(
             "FSDP does not support deepcopy of a model that has not run yet. Copy it before fully_shard, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,7 @@ def plan_division(
     """
     divisor = float(num_ranks if factor is None else factor)
     if dtype is torch.float16:
-        before = 1.0
-        while divisor % before == 0 and divisor / before > before:
-            before *= 2
+        before = 2.0 ** round(math.log2(divisor) / 2) if divisor > 1 else 1.0
         return Division(averages=False, before=before, after=divisor / before)
     if factor is None and not sums_only:
         return Division(averages=True)

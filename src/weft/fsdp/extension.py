@@ -13,7 +13,7 @@ import torch
 
 from weft import comm
 from weft.comm import Handle
-from weft.errors import RefusedError
+from weft.errors import RefusedError, UnsupportedError
 from weft.fsdp.flat import FEATURE
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam
@@ -35,7 +35,7 @@ class ExtendedParam:
         self._inner: Any = ()  # what the whole parameter is made of
         self._metadata: Any = None
         self._pending: Handle[Any] | None = None
-        _check_pair(param)
+        check_extension(param)
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +158,14 @@ class ExtendedParam:
         )
 
 
-def _check_pair(param: ShardedParam) -> None:
+def check_extension(param: ShardedParam) -> None:
+    """Raise for a parameter whose tensor class can't be gathered."""
+    if param.split.dim != 0 and param.split.num_ranks > 1:
+        raise UnsupportedError(
+            f"fully_shard: parameter {param.name} has fsdp_pre_all_gather and is cut along dim "
+            f"{param.split.dim}; what it gathers is joined along dim 0 only. Return Shard(0) from "
+            "shard_placement_fn."
+        )
     names = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
     missing = [name for name in names if not hasattr(param.local, name)]
     if missing:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weft.comm.record import note
+from weft.errors import StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.extension import ExtendedParam
 from weft.fsdp.flat import FEATURE, FlatParams
@@ -89,7 +90,16 @@ class ParamGroup:
         if not self._parts or not all(part.fits() for part in self._parts):
             self._build()
 
+    def _check_nothing_waits(self) -> None:
+        if any(batch.partial is not None for batch in self._batches):
+            raise StateError(
+                f"fully_shard: gradients of {self.name} wait to be reduced over the replicas, and its "
+                "parameters have got another dtype, or other ones need gradients now. Run a backward with "
+                "set_requires_all_reduce(True) first."
+            )
+
     def _build(self) -> None:
+        self._check_nothing_waits()
         self._parts = []
         self._batches, self._trainable = [], []
         plain: list[ShardedParam] = []
@@ -155,6 +165,19 @@ class ParamGroup:
         if self.shown is not Shown.WHOLE or not self._versions:
             return
         if self._versions != self._roster.versions() or not self._roster.is_whole_shown():
+            self.reshard()
+
+    def drop_small(self) -> None:
+        """A forward begins: what an earlier one has left on the smaller mesh may be older than the shards."""
+        if self.shown is Shown.SMALL:
+            self.reshard()
+        self._is_small_everywhere = False
+
+    def show_sharded(self) -> None:
+        """Let modules have sharded parameters. What all ranks agreed to gather from stays as it is."""
+        if self.shown is Shown.SMALL:
+            self._roster.show_sharded()
+        else:
             self.reshard()
 
     def start_whole(self) -> None:
@@ -253,9 +276,10 @@ class ParamGroup:
         is_kept = not in_backward or not self.settings.reshards_after_backward
         return self.shown is Shown.WHOLE and is_kept and self.data.shard_size > 1
 
-    def freed_after_forward(self) -> list[int]:
+    def freed_after_forward(self, *, frees_all: bool) -> list[int]:
         """Where the memory is that the end of forward gives back."""
-        if self.settings.after_forward is None or self.shown is not Shown.WHOLE:
+        is_freed = frees_all or self.settings.after_forward is not None
+        if not is_freed or self.shown is not Shown.WHOLE:
             return []
         return [address for part in self._parts for address in part.whole_addresses()]
 
@@ -296,6 +320,7 @@ class ParamGroup:
     def _find_batches(self) -> list[Batch]:
         trainable = self._roster.trainable()
         if self._trainable != trainable:
+            self._check_nothing_waits()
             self._trainable = trainable
             wanted = gradient_batches(self.params, lambda param: param.reduce_dtype(self.policy))
             self._batches = [

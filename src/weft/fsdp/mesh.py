@@ -257,8 +257,8 @@ def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 @cache  # once a process
 def _warn_of_one() -> None:
     logger.warning(
-        "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
-        "reshard_after_forward=True (bool). They stay whole after forward: say False if you mean it."
+        "fully_shard: reshard_after_forward=1 leaves parameters whole after forward. Write False for that, True "
+        "to free them."
     )
 
 

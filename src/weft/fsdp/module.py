@@ -80,7 +80,7 @@ class FSDPModule:
                 "reset_iter_state must be called on the root FSDP module, the one whose forward runs first."
             )
         if state.tree is not None:
-            state.tree.forget_step()
+            state.tree.start_over()
 
     # When to communicate
 

@@ -124,11 +124,6 @@ class ShardedParam:
 
     # Gradients
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient waits to be reduced."""
-        return self.accumulated is not None or (self.whole is not None and self.whole.grad is not None)
-
     def take_gradient(self) -> torch.Tensor | None:
         """This rank's gradient of the whole parameter, as a plain dense tensor; it is no longer here then."""
         total, self.accumulated = self.accumulated, None

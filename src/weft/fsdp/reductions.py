@@ -1,7 +1,7 @@
 """The reductions under way in a backward, in the order in which they were launched.
 
-Two are under way at most: memory for gradients is given back as backward goes on, and the one before last has
-had the time of a layer to arrive.
+One group's are under way at most: they have the time of a layer's backward to arrive, and memory for gradients
+is given back as backward goes on.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Reductions:
 
     def finish(self) -> None:
         """Wait for all of them."""
-        if self._queue:
-            self._queue[-1][1].start_replicas()
+        for _, reduction in self._queue:
+            reduction.start_replicas()
         while self._queue:
             self._finish_first()
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from weft.autograd import current_backward
+from weft.errors import StateError
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.tree import Tree, plant_tree
@@ -42,8 +43,8 @@ class ModuleState:
         self.is_root: bool | None = None
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
-        self._depth = 0  # of forwards under way: a module may call itself
-        self._failing: BaseException | None = None  # what was being handled when forward began
+        # For each forward under way (a module may call itself): what was being handled when it began.
+        self._running: list[BaseException | None] = []
         self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
         self._handles: list[Any] = []
 
@@ -95,7 +96,7 @@ class ModuleState:
             eager: Any = torch.compiler.disable(self._before_forward)
             return eager(module, args, kwargs)
         if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
-            self._depth += 1  # another one of several, in a forward that has begun
+            self._running.append(sys.exception())  # another one of several, in a forward that has begun
             return args, kwargs
         return self._before_forward(module, args, kwargs)
 
@@ -115,14 +116,14 @@ class ModuleState:
         if is_recomputed:
             tree.enter_backward()
         elif tree.forward_root is None:
-            self._failing = sys.exception()
             tree.begin_forward(self)
         # The outermost one's, also when it runs again in backward, with the inputs it had.
         is_outermost = tree.forward_root is self or (is_recomputed and self.is_root)
         if is_outermost and self.device.type != "cpu":
             args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
-        is_first = not self._still_to_run and self._depth == 0
-        self._depth += not is_recomputed
+        is_first = not self._still_to_run and not self._running
+        if not is_recomputed:
+            self._running.append(sys.exception())
         if is_first and not is_recomputed:
             for group in self.groups:
                 group.drop_stale()
@@ -147,18 +148,19 @@ class ModuleState:
 
     def _after_forward(self, module: nn.Module, output: Any) -> Any:
         tree = self.tree
-        if tree is None or (tree.forward_root is not None and self._has_failed(tree)):
-            return output
         is_recomputed = current_backward() is not None
+        if tree is None or (not is_recomputed and self._has_failed(tree)):
+            return output
         self._still_to_run.discard(module)
-        self._depth -= not is_recomputed
-        is_last = not is_recomputed and not self._still_to_run and self._depth == 0
+        is_last = not is_recomputed and not self._still_to_run and not self._running
         if is_last:
-            output = self._kept_from_freeing(output)
+            # No backward will free the root: an optimizer made now must find sharded parameters.
+            frees_all = self.keeps_root_whole and not torch.is_grad_enabled()
+            output = self._kept_from_freeing(output, frees_all=frees_all)
             for group in self.groups:
                 group.reshard_after_forward()
-                if self.keeps_root_whole and not torch.is_grad_enabled():
-                    group.reshard()  # no backward will: an optimizer made now must find sharded parameters
+                if frees_all:
+                    group.reshard()
         if torch.is_grad_enabled():
             self._watch_outputs(output)
         if is_last and tree.forward_root is self:
@@ -167,16 +169,19 @@ class ModuleState:
 
     def _has_failed(self, tree: Tree) -> bool:
         """Whether this runs because of an exception: then nothing of the forward goes on."""
-        root = tree.forward_root
-        error = sys.exception()
-        if root is None or error is None or error is root._failing:
+        if not self._running:  # not even begun, or given up already
+            return True
+        error, before = sys.exception(), self._running.pop()
+        if error is None or error is before:
             return False
         tree.abandon_forward()
         return True
 
-    def _kept_from_freeing(self, output: Any) -> Any:
+    def _kept_from_freeing(self, output: Any, *, frees_all: bool) -> Any:
         """The output, copied where it lies in the memory of parameters that are freed now."""
-        freed = {address for group in self.groups for address in group.freed_after_forward()}
+        freed = {
+            address for group in self.groups for address in group.freed_after_forward(frees_all=frees_all)
+        }
         if not freed:
             return output
 
@@ -192,7 +197,7 @@ class ModuleState:
         """The root's forward has ended: what was left open, or gathered for others, is closed."""
         is_partial = bool(self._still_to_run)
         self._still_to_run.clear()
-        self._depth = 0
+        self._running.clear()
         for group in self.groups:
             if is_partial or group.is_unused_ahead:
                 group.reshard_after_forward()
@@ -234,7 +239,6 @@ class ModuleState:
     def end_backward(self) -> None:
         """The backward is over."""
         self._still_to_run.clear()
-        self._depth = 0
 
     # Inputs and outputs
 
@@ -297,8 +301,6 @@ def check_has_values(group: ParamGroup) -> None:
     """Raise if parameters are still on the meta device."""
     names = [param.name for param in group.params if param.local.is_meta]
     if names:
-        from weft.errors import StateError
-
         raise StateError(
             "FSDP parameters should be materialized from meta device before training, but the following "
             f"were still on meta device: {names}. For example, call module.to_empty(device) to materialize "
@@ -317,7 +319,7 @@ def _caster(dtype: torch.dtype) -> Any:
 def _resharder(group: ParamGroup) -> Any:
     def reshard(*_: Any, **__: Any) -> None:
         if group.shown is not Shown.SHARDED:
-            group.reshard()
+            group.show_sharded()
 
     return reshard
 

@@ -50,10 +50,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None)
         if not isinstance(target, torch.Tensor):
             continue
         given = None if state_dict is None else state_dict[name]
-        device = target.device if not isinstance(target, DTensor) else target._local_tensor.device
-        work_device = (
-            device if not isinstance(target, DTensor) else torch.device(target.device_mesh.device_type)
-        )
+        is_sharded = isinstance(target, DTensor)
+        work_device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
         whole = torch.empty(target.shape, dtype=target.dtype, device=work_device)
         if dist.get_rank() == 0:
             whole.copy_(given)  # type: ignore[arg-type]
@@ -93,7 +91,11 @@ def _find_problem(targets: Mapping[str, Any], state_dict: Mapping[str, Any] | No
         return f"the names don't fit: missing {missing}, unexpected {unexpected}."
     for name, target in targets.items():
         given = state_dict[name]
-        if isinstance(target, torch.Tensor) and tuple(given.shape) != tuple(target.shape):
+        if not isinstance(target, torch.Tensor):
+            continue
+        if not isinstance(given, torch.Tensor):
+            return f"{name} is a {type(given).__name__}, and the model's is a tensor."
+        if tuple(given.shape) != tuple(target.shape):
             return f"{name} has shape {tuple(given.shape)}, and the model's is {tuple(target.shape)}."
     return None
 

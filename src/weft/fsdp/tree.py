@@ -88,6 +88,7 @@ class Tree:
             self.forget_step()  # that backward has failed
         self.forward_root = root
         for group in self._groups:
+            group.drop_small()
             group.release_gradients()
         self.uneven.begin_step(root)
         self._begin_phases("forward", self.states.index(root), torch.is_grad_enabled())
@@ -103,8 +104,8 @@ class Tree:
             self._begin_phases("forward", self.states.index(root), has_backward)
             self.end_forward()
             if has_backward:
-                self.is_in_backward = True
                 self._begin_phases("backward")
+                self.is_in_backward = True
                 self.end_backward()
 
     def end_forward(self) -> None:
@@ -136,8 +137,10 @@ class Tree:
 
     def enter_backward(self) -> None:
         """A backward has reached a sharded module. Harmless when it was known."""
-        if self.is_in_backward:
+        if self.is_in_backward and self._is_backward_alive():
             return
+        if self.is_in_backward:
+            self.forget_step()  # the one before has failed
         if current_backward() is None:
             raise StateError("fully_shard: a hook of backward ran outside of one.")
         self.is_in_backward = True
@@ -158,7 +161,7 @@ class Tree:
         used_somewhere = {conductor: self._hear(conductor).used for conductor in self.conductors}
         self.reductions.finish()
         for group in self._groups:
-            if group.settings.reshards_after_backward:
+            if group.settings.reshards_after_backward or group.is_unused_ahead:
                 group.reshard()  # also what was gathered for other ranks
         for group in self._groups:
             group.decide(used_somewhere[group.conductor])
@@ -175,6 +178,12 @@ class Tree:
         for state in self.states:
             state.end_forward()
         self.forward_root = None
+
+    def start_over(self) -> None:
+        """After ranks have failed at different places: forget the step, and the order of those before."""
+        self.forget_step()
+        for conductor in self.conductors:
+            conductor.start_over()
 
     def forget_step(self) -> None:
         """Start afresh after an exception. Gradients that were not given to their parameters are lost."""

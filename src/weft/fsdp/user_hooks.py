@@ -2,7 +2,7 @@
 
 autograd never sees the sharded parameter, so its hooks are run here: tensor hooks on the gradient before it
 is added, post-accumulate hooks after. The private names `_backward_hooks` and `_post_accumulate_grad_hooks`
-are used here for that, and nowhere else in this folder.
+are used here for that, and by sharding.py, which moves hooks from the parameter as it was.
 """
 
 from __future__ import annotations

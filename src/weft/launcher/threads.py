@@ -73,13 +73,14 @@ def _keep_device_guard() -> None:
     """
     global _guard_keeper
     with _guard_mutex:
-        if _guard_keeper is not None or torch.cuda.is_available():
+        set_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+        if _guard_keeper is not None or set_guard is None or torch.cuda.is_available():
             return
         is_set = threading.Event()
 
         def keep() -> None:
             try:
-                torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+                set_guard()
             finally:
                 is_set.set()
             threading.Event().wait()
