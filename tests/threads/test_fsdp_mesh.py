@@ -266,7 +266,7 @@ def test_one_rank_means_whole_and_is_said_once(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="weft.fsdp.mesh"):
         assert weft.launch(ask, ranks=1 + 1, kind="thread", timeout=60) == [None, None]
     texts = [record.getMessage() for record in caplog.records if record.name == "weft.fsdp.mesh"]
-    assert "resharding parameters to world size 1, instead of reshard_after_forward=True" in texts[0]
+    assert "reshard_after_forward=1 leaves parameters whole" in texts[0]
     assert len(texts) <= 2  # two threads may both be the first
 
 

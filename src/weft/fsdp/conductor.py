@@ -131,13 +131,16 @@ class Conductor:
         phase = self._phases[-1] if self._phases else None
         if phase is None:
             return
-        for place, operation in phase.early:
-            if operation.group == group:
-                phase.early.remove((place, operation))
-                if place >= 0:
-                    self._was_asked(phase, place)
-                break
+        places = [place for place, operation in phase.early if operation.group == group]
+        if places:
+            self._take_from_early(phase, group)
+            if places[0] >= 0:
+                self._was_asked(phase, places[0])
         self.look_ahead()
+
+    def _take_from_early(self, phase: Phase, group: int) -> None:
+        """It is needed: nobody may free it for having been gathered for others before."""
+        phase.early = [entry for entry in phase.early if entry[1].group != group]
 
     def look_ahead(self) -> None:
         """Start the gathering that the plan has next, unless one is ahead already."""
@@ -190,6 +193,7 @@ class Conductor:
         phase.asked_for.add(place)
         assert phase.plan is not None
         if phase.plan.operations[place].kind is Kind.GATHER:
+            self._take_from_early(phase, phase.plan.operations[place].group)
             phase.last_asked = max(phase.last_asked, place)
             self._drop_passed(phase)
 
@@ -228,6 +232,7 @@ class Conductor:
             if phase.plan is not None:
                 phase.extras.append((wishes[chosen.code], chosen))
             if chosen == wish:
+                self._take_from_early(phase, chosen.group)
                 return rows
             if chosen.kind is Kind.GATHER:
                 phase.early.append((-2, chosen))  # in no plan

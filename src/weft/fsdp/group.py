@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weft.comm.record import note
-from weft.errors import StateError
+from weft.errors import InternalError, StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.extension import ExtendedParam
 from weft.fsdp.flat import FEATURE, FlatParams
@@ -159,12 +159,14 @@ class ParamGroup:
         else:
             self.start_whole()
         self.finish_whole()
+        if not self.is_at_hand:
+            raise InternalError(f"fully_shard: {self.name} was gathered and is not whole.")
 
     def drop_stale(self) -> None:
         """Free whole parameters that were kept while the sharded ones were changed."""
         if self.shown is not Shown.WHOLE or not self._versions:
             return
-        if self._versions != self._roster.versions() or not self._roster.is_whole_shown():
+        if self._versions != self._roster.versions() or not self._roster.is_up_to_date():
             self.reshard()
 
     def drop_small(self) -> None:

@@ -257,8 +257,8 @@ def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 @cache  # once a process
 def _warn_of_one() -> None:
     logger.warning(
-        "fully_shard: reshard_after_forward=1 leaves parameters whole after forward. Write False for that, True "
-        "to free them."
+        "fully_shard: reshard_after_forward=1 leaves parameters whole after forward. Write False for that, "
+        "True to free them."
     )
 
 

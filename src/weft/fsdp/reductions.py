@@ -1,7 +1,7 @@
 """The reductions under way in a backward, in the order in which they were launched.
 
-One group's are under way at most: they have the time of a layer's backward to arrive, and memory for gradients
-is given back as backward goes on.
+One group's are under way at most: they have the time of a layer's backward to arrive, and memory for
+gradients is given back as backward goes on.
 """
 
 from __future__ import annotations

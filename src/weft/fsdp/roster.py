@@ -89,9 +89,12 @@ class Roster:
                 if whole.requires_grad != needs_gradient:
                     whole.requires_grad_(needs_gradient)
 
-    def is_whole_shown(self) -> bool:
-        """Whether the modules still have the whole parameters: functional_call puts others there."""
-        return all(slot[name] is param for slot, name, param in self._whole_places)
+    def is_up_to_date(self) -> bool:
+        """Whether modules still have the whole parameters (functional_call puts others there), and the same
+        ones need gradients.
+        """
+        is_shown = all(slot[name] is param for slot, name, param in self._whole_places)
+        return is_shown and self._trainable == self.trainable()
 
     def has_gradients(self) -> bool:
         """Whether whole parameters have gradients."""
