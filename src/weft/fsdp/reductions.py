@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weft.comm.record import note
 
 if TYPE_CHECKING:
-    from weft.fsdp.group import ParamGroup
+    from weft.fsdp.group_gradients import GroupGradients
     from weft.fsdp.reduce import Reduction
 
 
@@ -19,14 +19,14 @@ class Reductions:
     """A queue of them, for all groups of a model."""
 
     def __init__(self) -> None:
-        self._queue: list[tuple[ParamGroup, Reduction]] = []
+        self._queue: list[tuple[GroupGradients, Reduction]] = []
         self.mean_scale = 1.0  # of gradients, where ranks have run out of inputs
 
     def make_room(self) -> None:
         """Another one is about to be launched. It may use the same buffers."""
         self.finish()
 
-    def add(self, group: ParamGroup, reduction: Reduction) -> None:
+    def add(self, group: GroupGradients, reduction: Reduction) -> None:
         """One more was launched."""
         self._queue.append((group, reduction))
 
