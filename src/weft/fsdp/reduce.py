@@ -320,10 +320,11 @@ class Reduction:
         if stream is None:
             settings.all_reduce_hook(self._out)
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        on: Any = torch.get_device_module(self._batch.data.device)
+        stream.wait_stream(on.current_stream())
+        with on.stream(stream):
             settings.all_reduce_hook(self._out)
-        torch.cuda.current_stream().wait_stream(stream)
+        on.current_stream().wait_stream(stream)
 
     def _adds_in_place(self) -> bool:
         """Whether every parameter has a gradient that these are simply added to."""
