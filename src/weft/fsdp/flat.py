@@ -46,10 +46,14 @@ class FlatParams:
         self._compute_dtypes = [param.compute_dtype(policy) for param in self.params]
         self._shard_device = self.params[0].local.device
         is_uniform = len({*zip(self._dtypes, self._compute_dtypes, strict=True)}) == 1
-        self._unit = self._compute_dtypes[0] if is_uniform else torch.uint8  # what the buffers are made of
+        # What the buffers are made of.
+        self._unit = self._compute_dtypes[0] if is_uniform else torch.uint8
         self._widths = [1 if is_uniform else dtype.itemsize for dtype in self._compute_dtypes]
         self._spread = plan_spread(
-            [_numel(param.split) * width for param, width in zip(self.params, self._widths, strict=True)],
+            [
+                param.split.spread_numel * width
+                for param, width in zip(self.params, self._widths, strict=True)
+            ],
             [param.split.piece_numel * width for param, width in zip(self.params, self._widths, strict=True)],
             data.shard_size,
         )
@@ -245,7 +249,7 @@ class FlatParams:
         room = sum(
             -(-param.split.numel * width // 16) * 16
             for param, width in zip(self.params, self._widths, strict=True)
-            if not self._lies_in_order(param)
+            if not param.split.is_in_order
         )
         self._whole = whole = torch.empty(
             spread.whole_numel + room + 16, dtype=self._unit, device=self._data.device
@@ -257,7 +261,7 @@ class FlatParams:
             shape = param.split.shape
             region = _typed_view(whole, start, (numel // width,), dtype)
             self._regions.append(region)
-            if self._lies_in_order(param):
+            if param.split.is_in_order:
                 view = _typed_view(whole, start, shape, dtype)
             else:
                 view = _typed_view(whole, end, shape, dtype)
@@ -266,9 +270,6 @@ class FlatParams:
             param.set_whole(view)
             if param.may_move:
                 self._movable.append((param, view))
-
-    def _lies_in_order(self, param: ShardedParam) -> bool:
-        return param.split.is_in_order or self._data.shard_size == 1
 
     # A smaller mesh between forward and backward
 
@@ -304,16 +305,11 @@ class FlatParams:
     ) -> torch.Tensor:
         """What a parameter shows of itself on the smaller mesh: memory that is gathered from, if it can."""
         factor = param.split.num_ranks // split.num_ranks
-        if self._lies_in_order(param) and split.length == factor * param.split.length:
+        if param.split.is_in_order and split.length == factor * param.split.length:
             return _typed_view(shard, at, split.piece_shape(rank), dtype)
         assert param.whole is not None
         plain = getattr(param.whole, "_local_tensor", param.whole)
         return plain.detach().narrow(split.dim, *split.span(rank)).clone()
-
-
-def _numel(split: Split) -> int:
-    # Pieces by rank take their padding along: only in order does it lie behind everything.
-    return split.numel if split.is_in_order else split.num_ranks * split.piece_numel
 
 
 def _typed_view(flat: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -59,13 +59,9 @@ class Batch:
         self.dtype = params[0].dtype
         self.shard_device = params[0].local.device
         splits = [param.split for param in params]
-        is_alone = data.shard_size == 1
-        self.in_order = [split.is_in_order or is_alone for split in splits]
+        self.in_order = [split.is_in_order for split in splits]
         self.spread = plan_spread(
-            [
-                split.numel if in_order else split.num_ranks * split.piece_numel
-                for split, in_order in zip(splits, self.in_order, strict=True)
-            ],
+            [split.spread_numel for split in splits],
             [split.piece_numel for split in splits],
             data.shard_size,
         )
@@ -109,12 +105,7 @@ class Batch:
 
     def piece_shapes(self) -> list[torch.Tensor]:
         """A stand-in for one rank's full piece of each parameter: its shape, without memory."""
-        return [
-            torch.empty(
-                (*split.shape[: split.dim], split.length, *split.shape[split.dim + 1 :]), device="meta"
-            )
-            for split in (param.split for param in self.params)
-        ]
+        return [torch.empty(param.split.full_piece_shape, device="meta") for param in self.params]
 
     def division(self) -> Division:
         """How sums become means."""

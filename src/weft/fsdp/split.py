@@ -33,12 +33,22 @@ class Split:
     @property
     def piece_numel(self) -> int:
         """Of a full piece, the room that every rank has."""
-        return math.prod(self._with_length(self.length))
+        return math.prod(self.full_piece_shape)
+
+    @property
+    def full_piece_shape(self) -> Shape:
+        """Of a full piece."""
+        return self._with_length(self.length)
+
+    @property
+    def spread_numel(self) -> int:
+        """Of the tensor as its pieces lie side by side: padded, unless all padding is behind the tensor."""
+        return self.numel if self.is_in_order else self.num_ranks * self.piece_numel
 
     @property
     def is_in_order(self) -> bool:
         """Whether the pieces, one after another, are the tensor as it lies in memory."""
-        return math.prod(self.shape[: self.dim]) == 1
+        return self.num_ranks == 1 or math.prod(self.shape[: self.dim]) == 1
 
     def span(self, rank: int) -> tuple[int, int]:
         """Where a rank's piece begins along the dim, and how long it is."""
