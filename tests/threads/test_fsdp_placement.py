@@ -18,15 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weft.errors import ConfigError, RefusedError, UnsupportedError
 from weft.fsdp.choose import move_to_device
 from weft.fsdp.mesh import DataMesh, resolve_mesh, smaller_mesh
-from weft.fsdp.placement import (
-    Placement,
-    local_gradient,
-    make_dtensor,
-    place,
-    smaller_spec,
-    with_dtype,
-)
+from weft.fsdp.placement import Placement, local_gradient, place, smaller_spec
 from weft.fsdp.policy import DataParallelMeshDims
+from weft.tensors import make_dtensor, with_dtype
 from weft.testing import on_ranks
 
 # torch 2.11 has no such meshes.

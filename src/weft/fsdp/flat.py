@@ -16,12 +16,20 @@ from weft import comm
 from weft.comm import Handle
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam, restored_from_ranks
-from weft.fsdp.placement import make_parameter, smaller_spec, with_dtype
+from weft.fsdp.placement import smaller_spec
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.settings import Settings
 from weft.fsdp.split import Split
 from weft.fsdp.storage import allocate_storage, free_storage
-from weft.tensors import Spread, contiguous_strides, copy_all, plan_spread, view_in
+from weft.tensors import (
+    Spread,
+    contiguous_strides,
+    copy_all,
+    make_parameter,
+    plan_spread,
+    view_in,
+    with_dtype,
+)
 
 FEATURE = "fsdp"
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from weft.errors import StateError
 from weft.fsdp.choose import Site
 from weft.fsdp.mesh import DataMesh
-from weft.fsdp.placement import Placement, local_gradient, make_dtensor, make_parameter, with_dtype
+from weft.fsdp.placement import Placement, local_gradient
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.split import Split
+from weft.tensors import make_dtensor, make_parameter, with_dtype
 
 
 class ShardedParam:

@@ -5,29 +5,24 @@ shard is split last, wherever the data-parallel axis stands in the mesh.
 How many elements each rank gets is the layout's to say; nothing is allocated or sent here, but where a
 DTensor gradient has to be brought to its parameter's placements.
 
-Private torch names, here only: `DTensorSpec`, `TensorMeta`, `_StridedShard`, `DTensor._spec`,
-`DTensor._local_tensor`, `DTensor.__new__` without `__init__`, `AsyncCollectiveTensor`.
+Private torch names, here only: `_StridedShard`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as AxisPlacement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weft.errors import ConfigError, RefusedError, UnsupportedError
 from weft.fsdp.mesh import DataMesh
-
-# The constructor without `DTensor.__init__`, which does nothing and takes two thirds of the time.
-_new_dtensor: Any = DTensor.__new__
+from weft.tensors import local_of, make_spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +51,7 @@ def place(name: str, param: nn.Parameter, data: DataMesh, wanted: Shard | None) 
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. "
                 f"via distribute_module). Got plain tensor for parameter '{name}'."
             )
-        meta = TensorMeta(param.size(), param.stride(), param.dtype)
-        spec = DTensorSpec(data.mesh, _data_placements(data, Shard(dim)), tensor_meta=meta)
+        spec = make_spec(data.mesh, _data_placements(data, Shard(dim)), param)
         return Placement(param.detach(), dim, spec, None, frozenset())
     whole = param._spec
     local = param._local_tensor.detach().contiguous()
@@ -74,8 +68,7 @@ def local_gradient(grad: torch.Tensor, placement: Placement) -> torch.Tensor:
     fully_shard reduces it stays what it is.
     """
     if placement.whole_spec is None:
-        return _arrived(grad)
-    grad = _arrived(grad)
+        return local_of(grad)
     if not isinstance(grad, DTensor):
         raise RefusedError(
             f"Expected DTensor, got {type(grad)} as the gradient of a DTensor parameter. A hook on it must "
@@ -94,7 +87,7 @@ def local_gradient(grad: torch.Tensor, placement: Placement) -> torch.Tensor:
     if target != tuple(grad.placements):
         with torch.no_grad():
             grad = grad.redistribute(placements=target)
-    return _arrived(grad._local_tensor)
+    return local_of(grad)
 
 
 def smaller_spec(placement: Placement, smaller: DataMesh) -> DTensorSpec:
@@ -106,26 +99,6 @@ def smaller_spec(placement: Placement, smaller: DataMesh) -> DTensorSpec:
         )
     meta = placement.sharded_spec.tensor_meta
     return DTensorSpec(smaller.mesh, _data_placements(smaller, Shard(placement.dim)), tensor_meta=meta)
-
-
-def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same placements of a tensor of another dtype."""
-    meta = spec.tensor_meta
-    if meta is None or meta.dtype == dtype:
-        return spec
-    return spec.shallow_copy_with_tensor_meta(TensorMeta(meta.shape, meta.stride, dtype))
-
-
-def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around a local tensor, which is taken as it is. Autograd knows nothing of it."""
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)
-
-
-def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
-    """The same as a parameter. nn.Parameter asks the dispatcher of DTensor, which threads can't share."""
-    made: Any = make_dtensor(local, spec).requires_grad_(requires_grad)
-    made._is_param = True
-    return made
 
 
 def check_parameter(name: str, param: nn.Parameter, data: DataMesh) -> None:
@@ -252,7 +225,3 @@ def _keep(placement: AxisPlacement) -> AxisPlacement:
         f"a gradient came as {placement} along an axis that shares data, where each rank must have one of "
         "its own for the whole parameter. Give the module inputs that are local, or Replicate() there."
     )
-
-
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

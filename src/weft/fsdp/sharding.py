@@ -13,8 +13,9 @@ from torch.distributed.tensor import Shard
 from weft.fsdp.choose import Site
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam
-from weft.fsdp.placement import Placement, make_parameter, place
+from weft.fsdp.placement import Placement, place
 from weft.fsdp.split import Split
+from weft.tensors import make_parameter
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
-"""Tensors in bulk: flat buffers and the views in them, tensors inside containers."""
+"""Tensors in bulk: flat buffers and the views in them, tensors inside containers, and DTensors opened."""
 
+from weft.tensors.dtensor import local_of, make_dtensor, make_parameter, make_spec, with_dtype
 from weft.tensors.flat import (
     batch_by_dtype,
     contiguous_strides,
@@ -20,8 +21,13 @@ __all__ = [
     "dense_strides",
     "find_tensors",
     "grads_of",
+    "local_of",
+    "make_dtensor",
+    "make_parameter",
+    "make_spec",
     "map_tensors",
     "plan_spread",
     "use_count",
     "view_in",
+    "with_dtype",
 ]

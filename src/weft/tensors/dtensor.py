@@ -1,0 +1,55 @@
+"""DTensors at the border: made around local tensors, and opened, without their dispatcher.
+
+A DTensor is a local tensor and a spec, which says how the whole lies on the mesh. Nothing is sent here,
+and autograd knows nothing of what is done here.
+
+Private torch names, here and in fsdp/placement.py only: `DTensorSpec`, `TensorMeta`, `DTensor._spec`,
+`DTensor._local_tensor`, `DTensor.__new__` without `__init__`, `AsyncCollectiveTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# The constructor without `DTensor.__init__`, which does nothing and takes two thirds of the time.
+_new_dtensor: Any = DTensor.__new__
+
+
+def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> DTensorSpec:
+    """How a tensor with the shape, strides and dtype of `like` lies on the mesh."""
+    meta = TensorMeta(like.size(), like.stride(), like.dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same placements of a tensor of another dtype."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    return spec.shallow_copy_with_tensor_meta(TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around a local tensor, which is taken as it is. Autograd knows nothing of it."""
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)
+
+
+def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """The same as a parameter. nn.Parameter asks the dispatcher of DTensor, which threads can't share."""
+    made: Any = make_dtensor(local, spec).requires_grad_(requires_grad)
+    made._is_param = True
+    return made
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, detached from the graph; another tensor as it is. It has arrived."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
