@@ -1,6 +1,6 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm, comm_hooks, fsdp, join, optimizers
+from weft import comm, comm_hooks, fsdp, join, optimizers, tensor_parallel
 from weft.comm import Handle, desync_check, record
 from weft.comm_hooks import GradBucket
 from weft.data_parallel import DistributedDataParallel, replicate
@@ -76,4 +76,5 @@ __all__ = [
     "replicate",
     "replicate_with_fsdp",
     "share_comm_ctx",
+    "tensor_parallel",
 ]

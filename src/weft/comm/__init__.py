@@ -19,8 +19,10 @@ from weft.comm.collectives import (
     scatter,
 )
 from weft.comm.desync import DesyncCheck, desync_check, install_desync_check
+from weft.comm.fresh import all_gathered, all_reduced, exchanged, reduce_scattered
 from weft.comm.group import allocate
 from weft.comm.handle import Handle
+from weft.comm.layouts import check_layout, chunk_sizes, cut, launch_move
 from weft.comm.messages import exchange, recv, send
 from weft.comm.objects import (
     all_gather_object,
@@ -44,21 +46,28 @@ __all__ = [
     "all_gather_into_tensor_coalesced",
     "all_gather_object",
     "all_gather_spread",
+    "all_gathered",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduced",
     "all_to_all",
     "all_to_all_single",
     "allocate",
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "check_layout",
+    "chunk_sizes",
+    "cut",
     "desync_check",
     "exchange",
     "exchange_rows",
+    "exchanged",
     "gather",
     "gather_object",
     "install_desync_check",
     "install_watcher",
+    "launch_move",
     "record",
     "recv",
     "reduce",
@@ -66,6 +75,7 @@ __all__ = [
     "reduce_scatter_spread",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
+    "reduce_scattered",
     "remove_watcher",
     "scatter",
     "scatter_object_list",

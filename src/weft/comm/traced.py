@@ -105,3 +105,28 @@ def all_to_all_single(
         group,
     )
     return TracedHandle(lambda: out.copy_(functional.wait_tensor(received).view(out.shape)))
+
+
+def reduced(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor reduced over all ranks, as a new one."""
+    return functional.wait_tensor(functional.all_reduce(tensor, op, group))
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor along dim 0, as a new one."""
+    # torch 2.13 renamed both; the old names warn there.
+    gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    return functional.wait_tensor(gather(tensor, 0, group))
+
+
+def scattered(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the reduced tensor, as a new one."""
+    scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+    return functional.wait_tensor(scatter(tensor, op, 0, group))
+
+
+def exchanged(
+    tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """What every rank gives this one, as a new tensor."""
+    return functional.wait_tensor(functional.all_to_all_single(tensor, output_splits, input_splits, group))

@@ -1,6 +1,13 @@
 """Tensors in bulk: flat buffers and the views in them, tensors inside containers, and DTensors opened."""
 
-from weft.tensors.dtensor import local_of, make_dtensor, make_parameter, make_spec, with_dtype
+from weft.tensors.dtensor import (
+    local_of,
+    make_dtensor,
+    make_parameter,
+    make_spec,
+    shaped_spec,
+    with_dtype,
+)
 from weft.tensors.flat import (
     batch_by_dtype,
     contiguous_strides,
@@ -27,6 +34,7 @@ __all__ = [
     "make_spec",
     "map_tensors",
     "plan_spread",
+    "shaped_spec",
     "use_count",
     "view_in",
     "with_dtype",

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from weft.tensors.flat import contiguous_strides
+
 # The constructor without `DTensor.__init__`, which does nothing and takes two thirds of the time.
 _new_dtensor: Any = DTensor.__new__
 
@@ -27,6 +29,23 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Ten
     """How a tensor with the shape, strides and dtype of `like` lies on the mesh."""
     meta = TensorMeta(like.size(), like.stride(), like.dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def shaped_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], local: torch.Tensor
+) -> DTensorSpec:
+    """How a tensor of this shape lies on the mesh; its dims are ordered in memory as the local one's."""
+    size = torch.Size(shape)
+    strides = contiguous_strides(size) if local.is_contiguous() else _ordered_strides(size, local.stride())
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(size, strides, local.dtype))
+
+
+def _ordered_strides(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
+    strides, numel = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim] = numel
+        numel *= max(1, shape[dim])
+    return tuple(strides)
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

@@ -1,0 +1,143 @@
+"""Bring a tensor from one layout over a group to another, by the one collective that does it.
+
+A layout is a placement of torch's on one axis of a mesh: Replicate (every rank has the whole), Shard(dim)
+(every rank has a chunk) or Partial (the whole is a sum that hasn't been made). Chunks are cut as torch.chunk
+does it: the first ranks have equal ones, the last may have less, or nothing. So ranks' chunks, each padded to
+the first one's size and put in a row, have the whole at their beginning.
+
+| from, to  | Replicate  | Shard(b)       | Partial        |
+|-----------|------------|----------------|----------------|
+| Replicate |            | cut            | rank 0 keeps   |
+| Shard(a)  | all-gather | all-to-all     | fill with zero |
+| Partial   | all-reduce | reduce-scatter |                |
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.nn import functional as nn_functional
+
+from weft.comm.fresh import all_gathered, all_reduced, exchanged, reduce_scattered
+from weft.comm.group import state_of
+from weft.comm.handle import Handle
+from weft.errors import UnsupportedError
+
+
+def chunk_sizes(full_size: int, num_chunks: int) -> list[int]:
+    """How many of `full_size` rows each rank has."""
+    chunk = -(-full_size // num_chunks)
+    return [max(0, min(chunk, full_size - rank * chunk)) for rank in range(num_chunks)]
+
+
+def cut(full: torch.Tensor, dim: int, num_chunks: int, rank: int) -> torch.Tensor:
+    """A rank's chunk of a tensor, as a view."""
+    sizes = chunk_sizes(full.shape[dim], num_chunks)
+    return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
+def launch_move(
+    local: torch.Tensor,
+    have: Placement,
+    want: Placement,
+    group: ProcessGroup,
+    full_size: int | None = None,
+    *,
+    feature: str = "user",
+    is_ours: bool = False,
+) -> Handle[torch.Tensor]:
+    """What the rank has in the wanted layout of a tensor of which it has `local` in another.
+
+    `full_size` is the whole's along the dim of a Shard that it has; chunks are taken to be equal without it.
+    With `is_ours` the memory of `local` may be taken for the result. Every rank of the group calls.
+    """
+    if have == want or group.size() == 1:
+        return Handle((), local)
+    check_layout(have)
+    check_layout(want)
+    if isinstance(have, Partial):
+        if isinstance(want, Shard):
+            return _launch_scatter(local, want.dim % local.ndim, group, feature)
+        return all_reduced(local, group=group, feature=feature, is_ours=is_ours)
+    num_ranks, rank = group.size(), state_of(group).rank
+    if isinstance(have, Shard):
+        dim = have.dim % local.ndim
+        full_size = local.shape[dim] * num_ranks if full_size is None else full_size
+        if isinstance(want, Replicate):
+            return _launch_gather(local, dim, full_size, group, feature)
+        if isinstance(want, Shard):
+            return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
+        before = sum(chunk_sizes(full_size, num_ranks)[:rank])
+        return Handle((), _pad(local, dim, before, full_size - before - local.shape[dim]))
+    if isinstance(want, Shard):
+        return Handle((), cut(local, want.dim % local.ndim, num_ranks, rank).contiguous())
+    return Handle((), local if rank == 0 else torch.zeros_like(local))
+
+
+def check_layout(layout: Placement) -> None:
+    """Raise for a layout that isn't one of the three."""
+    is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
+    if not is_sum and type(layout) not in (Replicate, Shard):
+        raise UnsupportedError(
+            f"tensors are moved between Replicate(), Shard(dim) and Partial() (a sum); got {layout}. "
+            "Redistribute the DTensor to one of them first."
+        )
+
+
+def _launch_gather(
+    local: torch.Tensor, dim: int, full_size: int, group: ProcessGroup, feature: str
+) -> Handle[torch.Tensor]:
+    num_ranks = group.size()
+    chunk = -(-full_size // num_ranks)
+    padded = _pad(local, dim, 0, chunk - local.shape[dim])
+    if dim == 0:
+        handle = all_gathered(padded, group, feature=feature)
+        return handle if full_size == chunk * num_ranks else handle.then(lambda row: row[:full_size])
+    handle = all_gathered(padded.unsqueeze(0), group, feature=feature)
+    return handle.then(lambda pile: pile.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, full_size))
+
+
+def _launch_scatter(full: torch.Tensor, dim: int, group: ProcessGroup, feature: str) -> Handle[torch.Tensor]:
+    num_ranks, full_size = group.size(), full.shape[dim]
+    chunk = -(-full_size // num_ranks)
+    own_size = chunk_sizes(full_size, num_ranks)[state_of(group).rank]
+    padded = _pad(full, dim, 0, chunk * num_ranks - full_size)
+    if dim == 0:
+        handle = reduce_scattered(padded, group=group, feature=feature)
+        return handle if own_size == chunk else handle.then(lambda row: row[:own_size])
+    pile = padded.unflatten(dim, (num_ranks, chunk)).movedim(dim, 0)
+    handle = reduce_scattered(pile, group=group, feature=feature)
+    return handle.then(lambda part: part[0].narrow(dim, 0, own_size))
+
+
+def _launch_exchange(
+    local: torch.Tensor, dims: tuple[int, int], full_size: int, group: ProcessGroup, feature: str
+) -> Handle[torch.Tensor]:
+    """From chunks along the first of the dims to chunks along the second."""
+    given_dim, wanted_dim = dims
+    num_ranks, rank = group.size(), state_of(group).rank
+    wanted_sizes = chunk_sizes(local.shape[wanted_dim], num_ranks)
+    pieces = local.split(wanted_sizes, wanted_dim)
+    shapes: list[list[int]] = []
+    for size in chunk_sizes(full_size, num_ranks):
+        shape = list(local.shape)
+        shape[given_dim], shape[wanted_dim] = size, wanted_sizes[rank]
+        shapes.append(shape)
+    numels = [math.prod(shape) for shape in shapes]
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    handle = exchanged(flat, numels, [piece.numel() for piece in pieces], group, feature=feature)
+
+    def assemble(received: torch.Tensor) -> torch.Tensor:
+        parts = received.split(numels)
+        return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], given_dim)
+
+    return handle.then(assemble)
+
+
+def _pad(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    if not before and not after:
+        return tensor
+    return nn_functional.pad(tensor, [*([0, 0] * (tensor.ndim - 1 - dim)), before, after])

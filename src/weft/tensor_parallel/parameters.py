@@ -1,0 +1,82 @@
+"""Turn a module's parameters into DTensors: every rank keeps its part of the values of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from weft import comm
+from weft.errors import ConfigError
+from weft.tensor_parallel.axis import FEATURE, Axis
+from weft.tensors import make_parameter, make_spec
+
+
+def check_param(name: str, param: Any, layout: Placement, axis: Axis, where: str) -> None:
+    """Raise for a parameter that can't be laid out so."""
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"{where}: '{name}' is uninitialized. Run a forward of the module once before it is parallelized."
+        )
+    if isinstance(param, DTensor):
+        if param.device_mesh != axis.mesh or tuple(param.placements) != (layout,):
+            raise ConfigError(
+                f"{where}: '{name}' is a DTensor already, placed {tuple(param.placements)} on "
+                f"{param.device_mesh}, and the style needs ({layout},) on {axis.mesh}. Parallelize a module "
+                "once, before replicate, DistributedDataParallel or fully_shard; tied parameters need styles "
+                "that place them alike."
+            )
+    elif isinstance(layout, Shard) and not -param.ndim <= layout.dim < param.ndim:
+        raise ConfigError(f"{where}: '{name}' has shape {tuple(param.shape)}, which has no dim {layout.dim}.")
+
+
+def distribute_param(
+    param: nn.Parameter, layout: Placement, axis: Axis, src_data_rank: int | None
+) -> nn.Parameter:
+    """The parameter as a DTensor, with the values of the group's rank `src_data_rank`.
+
+    None takes each rank's own. On the meta device there are no values.
+    """
+    if isinstance(param, DTensor):
+        return param
+    data = param.detach()
+    if src_data_rank is not None and axis.size > 1 and data.device.type != "meta":
+        local = _receive(data, layout, axis, src_data_rank)
+    elif isinstance(layout, Shard):
+        # A copy, so that the whole can be freed.
+        local = comm.cut(data, layout.dim, axis.size, axis.rank).clone(memory_format=torch.contiguous_format)
+    else:
+        local = data
+    spec = make_spec(axis.mesh, (layout,), data.contiguous() if not data.is_contiguous() else data)
+    return make_parameter(local, spec, requires_grad=param.requires_grad)
+
+
+def _receive(data: torch.Tensor, layout: Placement, axis: Axis, source: int) -> torch.Tensor:
+    """This rank's part of the source's values."""
+    root = dist.get_global_rank(axis.group, source)
+    if isinstance(layout, Replicate):
+        local = data.clone(memory_format=torch.contiguous_format)
+        comm.broadcast(local, root, axis.group, feature=FEATURE).wait()
+        return local
+    assert isinstance(layout, Shard)
+    sizes = comm.chunk_sizes(data.shape[layout.dim], axis.size)
+    shape = list(data.shape)
+    shape[layout.dim] = sizes[0]
+    received = data.new_empty(shape)
+    parts = None
+    if axis.rank == source:  # chunks of one size: the last ones are filled up, and cut again
+        parts = [_filled(comm.cut(data, layout.dim, axis.size, rank), shape) for rank in range(axis.size)]
+    comm.scatter(received, parts, root, axis.group, feature=FEATURE).wait()
+    own = received.narrow(layout.dim, 0, sizes[axis.rank])
+    return own if own.shape == received.shape else own.clone(memory_format=torch.contiguous_format)
+
+
+def _filled(part: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    if list(part.shape) == shape:
+        return part.contiguous()
+    full = part.new_zeros(shape)
+    full[tuple(slice(0, size) for size in part.shape)] = part
+    return full

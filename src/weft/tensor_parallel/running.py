@@ -1,0 +1,203 @@
+"""How a parallelized module runs: its forward goes by what its style has attached to it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from weft import comm
+from weft.errors import ConfigTypeError, StateError
+from weft.modules import attach, attached, give_class
+from weft.tensor_parallel.axis import Axis
+from weft.tensor_parallel.crossing import Crossing, cross
+from weft.tensor_parallel.linear import LinearCall, once_in_sum, run_linear
+from weft.tensor_parallel.opening import opened_params
+from weft.tensor_parallel.randomness import local_randomness
+from weft.tensors import map_tensors
+
+STATE = "tensor_parallel"
+
+
+class Runner(Protocol):
+    """Runs the forward of one module."""
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output."""
+        ...
+
+
+class Parallelized:
+    """Comes before a parallelized module's own class: the forward is the style's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as its style says."""
+        runner: Runner = attached(self, STATE)  # type: ignore[arg-type]
+        return runner.run(self, args, kwargs)
+
+
+def install_runner(module: nn.Module, runner: Runner) -> None:
+    """Let the module run by the runner from now on."""
+    attach(module, STATE, runner)
+    give_class(module, object, "", first=Parallelized)
+
+
+def own_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of the module's own class."""
+    return super(Parallelized, module).forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, tuple[Any, ...]]:
+    """The input that the style is about, and the others."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], args[1:]
+    if args:
+        raise ConfigTypeError(
+            f"{where}: expecting input to be a torch.Tensor or DTensor, but got {type(args[0]).__name__}. "
+            "Give the tensor as the first argument."
+        )
+    raise ConfigTypeError(
+        f"{where}: the style is about the first argument, and there is none beside {sorted(kwargs)}. Give "
+        "the input tensor by place, not by name."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LinearRunner:
+    """nn.Linear, fused with its collectives."""
+
+    call: LinearCall
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's output."""
+        if not args and len(kwargs) == 1 and "input" in kwargs:
+            args = (kwargs["input"],)
+        x, rest = first_input(args, kwargs, self.call.where)
+        if rest:
+            raise ConfigTypeError(f"{self.call.where}: a linear layer has one input; got {1 + len(rest)}.")
+        check_split(module.weight, "weight", self.call.where)
+        return run_linear(x, module.weight, module.bias, self.call)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRunner:
+    """Any module, run by its own forward on local tensors between two crossings."""
+
+    axis: Axis
+    entry: Crossing
+    made: Placement  # how its outputs lie
+    output: Placement | None  # how they shall lie; None: as they do
+    is_local: bool
+    grad_layout: Placement | None = None  # in which parameters' gradients come; None: as they lie
+    draws: bool = False  # whether it may draw random numbers
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output."""
+        x, rest = first_input(args, kwargs, self.entry.where)
+        local = cross(x, self.entry)
+        is_random = self.draws and module.training
+        with (
+            opened_params(module, self.axis, self.grad_layout, self._change_param),
+            local_randomness(self.axis.mesh, local.device) if is_random else nullcontext(),
+        ):
+            outputs = own_forward(module, (local, *rest), kwargs)
+        return map_tensors(lambda output: self._leave(output, x, local, module), outputs)
+
+    def _change_param(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        is_in_every_addend = isinstance(self.made, Partial) and name == "bias"
+        return once_in_sum(local, self.axis) if is_in_every_addend else local
+
+    def _leave(self, output: torch.Tensor, x: torch.Tensor, local: torch.Tensor, module: Any) -> torch.Tensor:
+        size = whole_output_size(output, x, local, self.made, module)
+        way = Crossing(self.axis, self.made, self.output, self.is_local, self.entry.where, whole_size=size)
+        return cross(output, way)
+
+
+def whole_output_size(
+    output: torch.Tensor, x: torch.Tensor, local: torch.Tensor, made: Placement, module: Any
+) -> int | None:
+    """The size of the whole output along the dim of its cut, where the module or its input tells."""
+    if not isinstance(made, Shard):
+        return None
+    dim = made.dim % output.ndim
+    for name in ("out_features", "embedding_dim"):
+        if dim == output.ndim - 1 and made.dim < 0 and hasattr(module, name):
+            return getattr(module, name)
+    if isinstance(x, DTensor) and x.ndim == output.ndim and output.shape[dim] == local.shape[dim]:
+        return x.shape[dim]
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class SplitEmbeddingRunner:
+    """An embedding of which each rank has some rows: what others have counts zero, and outputs are summed."""
+
+    axis: Axis
+    entry: Crossing
+    output: Placement
+    is_local: bool
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The embeddings."""
+        where = self.entry.where
+        ids, rest = first_input(args, kwargs, where)
+        check_split(module.weight, "weight", where)
+        ids = cross(ids, self.entry)
+        num_rows = module.weight.shape[0]
+        check_ids(ids, num_rows, where)
+        sizes = comm.chunk_sizes(num_rows, self.axis.size)
+        start, size = sum(sizes[: self.axis.rank]), sizes[self.axis.rank]
+        is_others = (ids < start) | (ids >= start + size)
+        local_ids = (ids - start).masked_fill_(is_others, 0)
+        padding: int | None = module.padding_idx
+        try:
+            module.padding_idx = _own_index(padding, start, size)
+            with opened_params(module, self.axis, None, _with_a_row):
+                output = own_forward(module, (local_ids, *rest), kwargs)
+        finally:
+            module.padding_idx = padding
+        output = output.masked_fill(is_others.unsqueeze(-1), 0.0)
+        return cross(output, Crossing(self.axis, Partial(), self.output, self.is_local, where))
+
+
+def _own_index(index: int | None, start: int, size: int) -> int | None:
+    """Where a row of the whole is among this rank's; None if it isn't."""
+    return None if index is None or not start <= index < start + size else index - start
+
+
+def _with_a_row(name: str, local: torch.Tensor) -> torch.Tensor:
+    """A rank without rows looks up one of zeros."""
+    return local if local.shape[0] else local.new_zeros(1, *local.shape[1:]) + local.sum()
+
+
+def check_ids(ids: torch.Tensor, num_rows: int, where: str) -> None:
+    """Raise for an index that no rank has: its embedding would be zero. On a GPU the device raises later."""
+    if ids.numel() == 0:
+        return
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < num_rows)).all())  # type: ignore[attr-defined]
+        return
+    low, high = torch.aminmax(ids)
+    if low < 0 or high >= num_rows:
+        raise IndexError(
+            f"{where}: index out of range in self: indices go from {int(low)} to {int(high)}, and the "
+            f"embedding has {num_rows} rows."
+        )
+
+
+def check_split(param: Any, name: str, where: str) -> None:
+    """Raise for a parameter that was put in the place of a split one."""
+    if not isinstance(param, DTensor):
+        raise StateError(
+            f"{where}: '{name}' is a plain tensor, though it was split when the module was parallelized. "
+            "Change values in place, or assign a DTensor with the same placements."
+        )
+
+
+def replicated_entry(axis: Axis, layout: Placement, where: str, *, is_summed: bool) -> Crossing:
+    """Into a module that needs its whole input; with `is_summed` ranks make addends of its gradient."""
+    return Crossing(axis, layout, Replicate(), True, where, grad=Partial() if is_summed else None)
