@@ -5,11 +5,11 @@ A layout is a placement of torch's on one axis of a mesh: Replicate (every rank 
 does it: the first ranks have equal ones, the last may have less, or nothing. So ranks' chunks, each padded to
 the first one's size and put in a row, have the whole at their beginning.
 
-| from, to  | Replicate  | Shard(b)       | Partial        |
-|-----------|------------|----------------|----------------|
-| Replicate |            | cut            | rank 0 keeps   |
-| Shard(a)  | all-gather | all-to-all     | fill with zero |
-| Partial   | all-reduce | reduce-scatter |                |
+| from, to  | Replicate  | Shard(b)       |
+|-----------|------------|----------------|
+| Replicate |            | cut            |
+| Shard(a)  | all-gather | all-to-all     |
+| Partial   | all-reduce | reduce-scatter |
 """
 
 from __future__ import annotations
@@ -58,23 +58,25 @@ def launch_move(
         return Handle((), local)
     check_layout(have)
     check_layout(want)
+    if isinstance(want, Partial):
+        raise UnsupportedError(
+            f"redistributing to Partial is for internal use only! Got {have}; a tensor becomes a sum over "
+            "ranks only by being computed as one."
+        )
     if isinstance(have, Partial):
         if isinstance(want, Shard):
             return _launch_scatter(local, want.dim % local.ndim, group, feature)
         return all_reduced(local, group=group, feature=feature, is_ours=is_ours)
-    num_ranks, rank = group.size(), state_of(group).rank
     if isinstance(have, Shard):
         dim = have.dim % local.ndim
-        full_size = local.shape[dim] * num_ranks if full_size is None else full_size
+        full_size = local.shape[dim] * group.size() if full_size is None else full_size
         if isinstance(want, Replicate):
             return _launch_gather(local, dim, full_size, group, feature)
-        if isinstance(want, Shard):
-            return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
-        before = sum(chunk_sizes(full_size, num_ranks)[:rank])
-        return Handle((), _pad(local, dim, before, full_size - before - local.shape[dim]))
-    if isinstance(want, Shard):
-        return Handle((), cut(local, want.dim % local.ndim, num_ranks, rank).contiguous())
-    return Handle((), local if rank == 0 else torch.zeros_like(local))
+        assert isinstance(want, Shard)
+        return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
+    assert isinstance(want, Shard)
+    part = cut(local, want.dim % local.ndim, group.size(), state_of(group).rank)
+    return Handle((), part.contiguous())
 
 
 def check_layout(layout: Placement) -> None:
@@ -92,7 +94,7 @@ def _launch_gather(
 ) -> Handle[torch.Tensor]:
     num_ranks = group.size()
     chunk = -(-full_size // num_ranks)
-    padded = _pad(local, dim, 0, chunk - local.shape[dim])
+    padded = _pad(local, dim, chunk - local.shape[dim])
     if dim == 0:
         handle = all_gathered(padded, group, feature=feature)
         return handle if full_size == chunk * num_ranks else handle.then(lambda row: row[:full_size])
@@ -104,7 +106,7 @@ def _launch_scatter(full: torch.Tensor, dim: int, group: ProcessGroup, feature: 
     num_ranks, full_size = group.size(), full.shape[dim]
     chunk = -(-full_size // num_ranks)
     own_size = chunk_sizes(full_size, num_ranks)[state_of(group).rank]
-    padded = _pad(full, dim, 0, chunk * num_ranks - full_size)
+    padded = _pad(full, dim, chunk * num_ranks - full_size)
     if dim == 0:
         handle = reduce_scattered(padded, group=group, feature=feature)
         return handle if own_size == chunk else handle.then(lambda row: row[:own_size])
@@ -137,7 +139,7 @@ def _launch_exchange(
     return handle.then(assemble)
 
 
-def _pad(tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    if not before and not after:
+def _pad(tensor: torch.Tensor, dim: int, num_rows: int) -> torch.Tensor:
+    if not num_rows:
         return tensor
-    return nn_functional.pad(tensor, [*([0, 0] * (tensor.ndim - 1 - dim)), before, after])
+    return nn_functional.pad(tensor, [*([0, 0] * (tensor.ndim - 1 - dim)), 0, num_rows])

@@ -1,6 +1,7 @@
 """Tensor parallel: one module's weights and activations split over the ranks of a mesh axis."""
 
 from weft.tensor_parallel.api import parallelize_module
+from weft.tensor_parallel.initial import init_parameters
 from weft.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from weft.tensor_parallel.randomness import local_randomness
 from weft.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
@@ -13,6 +14,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "init_parameters",
     "local_randomness",
     "parallelize_module",
 ]

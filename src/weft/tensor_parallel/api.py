@@ -65,6 +65,8 @@ def _resolve_steps(
             f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found!"
         )
     for name, style in plan.items():
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigTypeError(f"names of a parallelize_plan are strings; got {name!r}.")
         if not isinstance(style, ParallelStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigTypeError(
                 f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(style)} "

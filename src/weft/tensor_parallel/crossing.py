@@ -85,6 +85,7 @@ def close_tensor(
     """What users see of a tensor in this layout: the local one, or a DTensor."""
     if is_local:
         return local
+    local = local.detach()  # a view of what needs a gradient needs one too
     shape = list(local.shape)
     if isinstance(layout, Shard) and whole_size is not None:
         shape[layout.dim] = whole_size
@@ -127,7 +128,7 @@ class _Cross(torch.autograd.Function):
         ctx.grad_size = result_size
         # A DTensor that wasn't moved takes its gradient as it comes.
         ctx.target = counterpart(opened.layout) if opened.is_plain or is_moved else None
-        ctx.is_plain = opened.is_plain
+        ctx.is_plain, ctx.is_addend = opened.is_plain, isinstance(opened.layout, Partial)
         if moved is opened.local:  # autograd writes on what is returned, and it is another's
             moved = moved.view_as(moved)
         return close_tensor(moved, want, result_size, axis, is_local=crossing.is_local)
@@ -143,6 +144,8 @@ class _Cross(torch.autograd.Function):
             want=ctx.target,
             is_local=ctx.is_plain,
             where=f"gradient of {ctx.crossing.where}",
+            # What comes back to an addend is whole, and used by each rank for its own: its gradient is a sum.
+            grad=Partial() if ctx.is_addend else None,
             whole_size=ctx.grad_size,
         )
         return cross(grad, back), None

@@ -8,17 +8,19 @@ layout, and makes the weight's and the bias's while that is under way.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import (
     Crossing,
+    Opened,
     close_tensor,
     counted,
     counterpart,
@@ -26,20 +28,52 @@ from weft.tensor_parallel.crossing import (
     launch,
     open_tensor,
 )
+from weft.tensor_parallel.gradients import hand_over
 from weft.tensor_parallel.opening import open_param
-from weft.tensors import local_of, make_dtensor, with_dtype
 
 
 @dataclass(frozen=True, eq=False)
-class LinearCall:
-    """How a split linear layer is called."""
+class Layouts:
+    """How the tensors of one call lie, for inputs of so many dims."""
 
-    axis: Axis
-    is_colwise: bool
-    input_layout: Placement  # of a plain input
-    output_layout: Placement
-    is_local: bool  # whether the output is a plain tensor
-    where: str
+    given: Placement  # a plain input
+    needed: Placement  # the input that is multiplied
+    made: Placement  # the product
+    wanted: Placement  # the output
+    grad_made: Placement  # the input's gradient, as it is computed
+
+
+class LinearCall:
+    """How a split linear layer is called. Made once, asked at every call."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        layouts: tuple[Placement, Placement],
+        where: str,
+        *,
+        is_colwise: bool,
+        is_local: bool,
+    ) -> None:
+        self.axis = axis
+        self.given, self.wanted = layouts  # of a plain input, of the output
+        self.where = where
+        self.is_colwise = is_colwise
+        self.is_local = is_local  # whether the output is a plain tensor
+        self.has_bias = is_colwise or axis.rank == 0  # a sum over ranks must have the bias once
+        self._by_ndim: dict[int, Layouts] = {}
+
+    def layouts(self, ndim: int) -> Layouts:
+        """The layouts for an input of so many dims."""
+        found = self._by_ndim.get(ndim)
+        if found is None:
+            last = Shard(ndim - 1)
+            needed, made, grad_made = (
+                (Replicate(), last, Partial()) if self.is_colwise else (last, Partial(), last)
+            )
+            given, wanted = counted(self.given, ndim), counted(self.wanted, ndim)
+            found = self._by_ndim[ndim] = Layouts(given, needed, made, wanted, grad_made)
+        return found
 
 
 def run_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
@@ -50,30 +84,34 @@ def run_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> tor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
-        axis = call.axis
-        opened = open_tensor(x, call.input_layout, axis, call.where)
-        ndim = opened.local.ndim
-        needed = _input_layout(call, ndim)
-        size = opened.size_along(axis, call.where) if needed != opened.layout else opened.whole_size
-        w, b = local_of(weight), None if bias is None else local_of(bias)
-        if not call.is_colwise and axis.rank > 0:
-            b = None  # the outputs are summed over ranks: it must be in the sum once
-        local = launch(opened.local, opened.layout, needed, axis, size).wait()
-        check_width(local, w, call)
-        local, w, b = _cast_for_autocast(local, w, b)
+        axis, lie = call.axis, call.layouts(x.ndim)
+        local, have, size = x, lie.given, None
+        if isinstance(x, DTensor):
+            opened = open_tensor(x, lie.given, axis, call.where)
+            local, have, size = opened.local, opened.layout, opened.whole_size
+        is_moved = have != lie.needed
+        if is_moved:
+            size = Opened(local, have, size, is_plain=True).size_along(axis, call.where)
+            local = launch(local, have, lie.needed, axis, size).wait()
+        w = weight._local_tensor
+        b = bias._local_tensor if bias is not None and call.has_bias else None
+        if torch.is_autocast_enabled(x.device.type):
+            local, w, b = _cast_for_autocast(local, w, b)
+        if local.shape[-1] != w.shape[1]:
+            raise _misfit(local, w, call)
         y = nn_functional.linear(local, w, b)
-        made = _made_layout(call, ndim)
-        want = counted(call.output_layout, ndim)
-        out_features = weight.shape[0]
-        result = launch(y, made, want, axis, out_features, is_ours=True).wait()
+        ctx.output_size = None
+        if lie.wanted != lie.made or not call.is_local:
+            ctx.output_size = _whole_size(y, lie.wanted, weight.shape[0])
+        if lie.wanted != lie.made:
+            y = launch(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True).wait()
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.opened = (opened.layout, opened.is_plain, x.dtype)
-        ctx.is_moved = needed != opened.layout
-        ctx.output_size = _size_along(want, y, made, out_features)
+        ctx.call, ctx.have, ctx.is_moved = call, have, is_moved
         # The inputs themselves are for a second derivative, and hold no memory that isn't held anyway.
         ctx.save_for_backward(x, weight, bias, local, w if w.dtype != weight.dtype else None)
-        return close_tensor(result, want, ctx.output_size, axis, is_local=call.is_local)
+        if call.is_local:
+            return y
+        return close_tensor(y, lie.wanted, ctx.output_size, axis, is_local=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -84,87 +122,95 @@ class _Linear(torch.autograd.Function):
         call: LinearCall = ctx.call
         if torch.is_grad_enabled():
             return _differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, call)
-        w = local_of(weight) if w is None else w
-        axis, ndim = call.axis, local.ndim
-        arrived = open_tensor(
-            grad, counterpart(counted(call.output_layout, ndim)), axis, call.where, ctx.output_size
-        )
-        needed = counterpart(_made_layout(call, ndim))
-        g = launch(arrived.local, arrived.layout, needed, axis, arrived.whole_size).wait().to(w.dtype)
-        g2, x2 = g.reshape(-1, g.shape[-1]), local.reshape(-1, local.shape[-1])
-        layout, is_plain, dtype = ctx.opened
-        made = Partial() if call.is_colwise else Shard(ndim - 1)
-        target = counterpart(layout) if is_plain or ctx.is_moved else made
-        coming, grad_weight, grad_bias = None, None, None
+        axis, lie = call.axis, call.layouts(local.ndim)
+        w = weight._local_tensor if w is None else w
+        grad = _bring_gradient(grad, lie, ctx.output_size, call)
+        grad = grad if grad.dtype == w.dtype else grad.to(w.dtype)
+        g2, x2 = _as_matrix(grad), _as_matrix(local)
+        is_plain = not isinstance(x, DTensor)
+        target = counterpart(ctx.have) if is_plain or ctx.is_moved else lie.grad_made
+        grad_x, coming, grad_weight, grad_bias = None, None, None, None
         if ctx.needs_input_grad[0]:
-            made_here = (g2 @ w).view(*g.shape[:-1], w.shape[1])
-            coming = launch(made_here, made, target, axis, weight.shape[1], is_ours=True)
+            grad_x = torch.mm(g2, w).view(local.shape)
+            if target != lie.grad_made:
+                coming = launch(grad_x, lie.grad_made, target, axis, weight.shape[1], is_ours=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = _wrap(g2.t() @ x2, weight)
+            grad_weight = _give(torch.mm(g2.t(), x2), weight, ctx.next_functions[1][0])
         if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = _wrap(g2.sum(0), bias)
-        grad_x = None
+            grad_bias = _give(g2.sum(0), bias, ctx.next_functions[2][0])
         if coming is not None:
-            size = x.shape[target.dim] if isinstance(target, Shard) and not is_plain else None
-            grad_x = close_tensor(coming.wait().to(dtype), target, size, axis, is_local=is_plain)
+            grad_x = coming.wait()
+        if grad_x is not None:
+            grad_x = _hand_back(grad_x, x, target, axis)
         return grad_x, grad_weight, grad_bias, None
 
 
-def check_width(local: torch.Tensor, weight: torch.Tensor, call: LinearCall) -> None:
-    """Raise for an input that isn't as wide as this rank's part of the weight."""
-    if local.shape[-1] == weight.shape[1]:
-        return
+def _bring_gradient(
+    grad: torch.Tensor, lie: Layouts, output_size: int | None, call: LinearCall
+) -> torch.Tensor:
+    """The output's gradient as the product needs it."""
+    have, needed = counterpart(lie.wanted), counterpart(lie.made)
+    if isinstance(grad, DTensor):
+        arrived = open_tensor(grad, have, call.axis, call.where)
+        grad, have, output_size = arrived.local, arrived.layout, arrived.whole_size
+    return grad if have == needed else launch(grad, have, needed, call.axis, output_size).wait()
+
+
+def _hand_back(grad: torch.Tensor, x: torch.Tensor, layout: Placement, axis: Axis) -> torch.Tensor:
+    """The input's gradient as the input came: plain, or a DTensor."""
+    grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
+    if not isinstance(x, DTensor):
+        return grad
+    size = x.shape[layout.dim] if isinstance(layout, Shard) else None
+    return close_tensor(grad, layout, size, axis, is_local=False)
+
+
+def _misfit(local: torch.Tensor, weight: torch.Tensor, call: LinearCall) -> ConfigError:
     hint = "its input is whole on every rank" if call.is_colwise else "its input is split as its weight is"
-    raise ConfigError(
+    return ConfigError(
         f"{call.where}: rank {call.axis.rank} of {call.axis.size} got an input of shape {tuple(local.shape)} "
         f"for a weight of which it has {tuple(weight.shape)}: the last dim must be {weight.shape[1]}. Check "
-        f"input_layouts ({call.input_layout}; {hint})."
+        f"input_layouts ({call.given}; {hint})."
     )
 
 
-def _input_layout(call: LinearCall, ndim: int) -> Placement:
-    return Replicate() if call.is_colwise else Shard(ndim - 1)
-
-
-def _made_layout(call: LinearCall, ndim: int) -> Placement:
-    """How the product lies."""
-    return Shard(ndim - 1) if call.is_colwise else Partial()
-
-
-def _size_along(want: Placement, y: torch.Tensor, made: Placement, out_features: int) -> int | None:
-    if not isinstance(want, Shard):
+def _whole_size(product: torch.Tensor, wanted: Placement, out_features: int) -> int | None:
+    """Of the output, along the dim that it is cut along. Other dims than the last are whole in a product."""
+    if not isinstance(wanted, Shard):
         return None
-    return out_features if want == made or want.dim == y.ndim - 1 else y.shape[want.dim]
+    return out_features if wanted.dim == product.ndim - 1 else product.shape[wanted.dim]
 
 
 def _cast_for_autocast(*tensors: torch.Tensor | None) -> Any:
-    device = tensors[0].device.type  # type: ignore[union-attr]
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)  # type: ignore[union-attr]
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
-def _wrap(local: torch.Tensor, param: Any) -> torch.Tensor:
-    """A gradient as its parameter lies."""
-    return make_dtensor(local.to(param.dtype), with_dtype(param._spec, param.dtype))
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.ndim == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _give(local: torch.Tensor, param: Any, node: Any) -> torch.Tensor | None:
+    """A gradient to its parameter, in whose layout it is."""
+    if local.dtype != param.dtype:
+        local = local.to(param.dtype)
+    return hand_over(param, local, param._spec, node)
 
 
 def composed_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
     """The same layer of parts that autograd differentiates as often as one likes."""
-    axis, ndim = call.axis, x.ndim
-    needed, made = _input_layout(call, ndim), _made_layout(call, ndim)
-    entry = Crossing(
-        axis, call.input_layout, needed, True, call.where, grad=Partial() if call.is_colwise else None
-    )
+    axis, lie = call.axis, call.layouts(x.ndim)
+    grad = Partial() if call.is_colwise else None
+    entry = Crossing(axis, call.given, lie.needed, is_local=True, where=call.where, grad=grad)
     w = open_param(weight, weight.placements[0], axis)
     b = None if bias is None else open_param(bias, bias.placements[0], axis)
     if b is not None and not call.is_colwise:
         b = once_in_sum(b, axis)
     y = nn_functional.linear(cross(x, entry), w, b)
     size = weight.shape[0] if call.is_colwise else None
-    exit_ = Crossing(axis, made, call.output_layout, call.is_local, call.where, whole_size=size)
-    return cross(y, exit_)
+    return cross(
+        y, Crossing(axis, lie.made, lie.wanted, is_local=call.is_local, where=call.where, whole_size=size)
+    )
 
 
 def once_in_sum(bias: torch.Tensor, axis: Axis) -> torch.Tensor:

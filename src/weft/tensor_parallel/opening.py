@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, counterpart, cross
+from weft.tensor_parallel.gradients import hand_over
 from weft.tensors import local_of, make_dtensor, shaped_spec
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -26,7 +27,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor, grad_layout: Placement, axis: Axis) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.grad_layout, ctx.axis = param.shape, grad_layout, axis
+        ctx.param, ctx.grad_layout, ctx.axis = param, grad_layout, axis
         local = local_of(param)
         return local.view_as(local)  # autograd writes on what is returned, and that is the parameter's own
 
@@ -35,7 +36,10 @@ class _Open(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None
-        return _Close.apply(grad, ctx.shape, ctx.grad_layout, ctx.axis), None, None  # type: ignore[return-value]
+        if not torch.is_grad_enabled():
+            spec = shaped_spec(ctx.axis.mesh, (ctx.grad_layout,), ctx.param.shape, grad)
+            return hand_over(ctx.param, grad, spec, ctx.next_functions[0][0]), None, None
+        return _Close.apply(grad, ctx.param.shape, ctx.grad_layout, ctx.axis), None, None  # type: ignore[return-value]
 
 
 class _Close(torch.autograd.Function):
@@ -46,7 +50,7 @@ class _Close(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor, shape: torch.Size, layout: Placement, axis: Axis
     ) -> torch.Tensor:
         ctx.layout, ctx.axis = layout, axis
-        return make_dtensor(grad.view_as(grad), shaped_spec(axis.mesh, (layout,), shape, grad))
+        return make_dtensor(grad.detach(), shaped_spec(axis.mesh, (layout,), shape, grad))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

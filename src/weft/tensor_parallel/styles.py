@@ -64,10 +64,10 @@ class SplittingStyle(ParallelStyle):
                 f"{where} was parallelized already, and {type(self).__name__} would be a second style for "
                 "it. Give each module one of ColwiseParallel, RowwiseParallel and SequenceParallel."
             )
-        source = self.src_data_rank
-        if source is not None and not 0 <= source < axis.size:
+        source: Any = self.src_data_rank
+        if source is not None and not (isinstance(source, int) and 0 <= source < axis.size):
             raise ConfigError(
-                f"src_data_rank is {source}; the axis has ranks 0 to {axis.size - 1}. Give one of them, or "
+                f"src_data_rank is {source!r}; the axis has ranks 0 to {axis.size - 1}. Give one of them, or "
                 "None for each rank's own values."
             )
         for name, layout in self.layouts(module).items():
@@ -118,6 +118,13 @@ class _FeatureStyle(SplittingStyle):
                 f"{name} currently only support nn.Linear and nn.Embedding! Got {type(module).__name__}: "
                 "name the layers in it, or write a ParallelStyle of your own."
             )
+        known = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+        others = sorted({param_name for param_name, _ in module.named_parameters()} - known)
+        if others:
+            raise UnsupportedError(
+                f"{name} knows how to split {' and '.join(sorted(known))}; this {type(module).__name__} has "
+                f"{', '.join(others)} too. Write a ParallelStyle of your own that says how they lie."
+            )
         if isinstance(module, nn.Embedding):
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
@@ -156,7 +163,9 @@ class ColwiseParallel(_FeatureStyle):
         """nn.Linear with its collectives; others on local parameters."""
         have, want = self.input_layouts[0], self.output_layouts[0]
         if is_plain_linear(module):
-            return LinearRunner(LinearCall(axis, True, have, want, self.use_local_output, where))
+            return LinearRunner(
+                LinearCall(axis, (have, want), where, is_colwise=True, is_local=self.use_local_output)
+            )
         entry = replicated_entry(axis, have, where, is_summed=True)
         return LocalRunner(axis, entry, Shard(-1), want, self.use_local_output)
 
@@ -189,7 +198,9 @@ class RowwiseParallel(_FeatureStyle):
             entry = replicated_entry(axis, have, where, is_summed=False)
             return SplitEmbeddingRunner(axis, entry, want, self.use_local_output)
         if is_plain_linear(module):
-            return LinearRunner(LinearCall(axis, False, have, want, self.use_local_output, where))
+            return LinearRunner(
+                LinearCall(axis, (have, want), where, is_colwise=False, is_local=self.use_local_output)
+            )
         entry = Crossing(axis, have, Shard(-1), True, where)
         return LocalRunner(axis, entry, Partial(), want, self.use_local_output)
 

@@ -1,0 +1,46 @@
+"""Hand a gradient over to its parameter.
+
+autograd adds a DTensor's gradient through DTensor's dispatcher, which takes longer than a small layer's
+matrix products. Where nobody could tell the difference the local gradient is put into `.grad`, or added
+to the local one there, and autograd gets nothing to add.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from weft.autograd import will_run
+from weft.tensors import make_dtensor
+
+
+def hand_over(param: Any, local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
+    """Add to the parameter's gradient; or return it as a DTensor, for autograd to do so.
+
+    `node` is where autograd would do it: the node's inputs come from there in the graph.
+    """
+    if not _is_free(param, node):
+        return make_dtensor(local, spec)
+    grad = param.grad
+    if grad is None:
+        param.grad = make_dtensor(local, spec)
+        return None
+    if not isinstance(grad, DTensor) or grad.placements != spec.placements or grad.requires_grad:
+        return make_dtensor(local, spec)
+    grad._local_tensor.add_(local)
+    return None
+
+
+def _is_free(param: Any, node: Any) -> bool:
+    """Whether autograd would add to the parameter now, and no hook would hear of it."""
+    return (
+        param.is_leaf
+        and not param._backward_hooks
+        and not param._post_accumulate_grad_hooks
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and will_run(node)
+    )
