@@ -33,7 +33,13 @@ from weft.fsdp import (
 )
 from weft.launcher import World, init, launch
 from weft.local import LocalGroup
-from weft.optimizers import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from weft.optimizers import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -62,11 +68,14 @@ __all__ = [
     "WeftError",
     "World",
     "ZeroRedundancyOptimizer",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "comm",
     "comm_hooks",
     "desync_check",
     "fsdp",
     "fully_shard",
+    "get_total_norm",
     "init",
     "join",
     "launch",

@@ -38,7 +38,7 @@ def check_same_model(specs: Sequence[ParamSpec], group: ProcessGroup) -> None:
 
 
 def _describe(spec: ParamSpec) -> str:
-    kind = " with sparse gradients" if spec.is_sparse else ""
+    kind = " with sparse gradients" if spec.is_sparse else f", {spec.piece}" if spec.piece else ""
     return f"'{spec.name}' of shape {list(spec.shape)}, {str(spec.dtype).removeprefix('torch.')}{kind}"
 
 

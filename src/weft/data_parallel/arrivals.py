@@ -3,7 +3,8 @@
 autograd calls a hook for each parameter whose gradient is there. A Python function costs a
 microsecond or two each time, which shows in models of many small parameters; `list.append` costs a
 third of it. So once the order of arrival is known, most parameters only write themselves down, and
-those that matter, the last one of each bucket, call back.
+those that matter, the last one of each bucket, call back. A DTensor's gradient is looked at when it
+comes: what ranks of its mesh must do together they do in the order of arrival.
 """
 
 from __future__ import annotations
@@ -12,25 +13,38 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from weft.data_parallel.members import is_settled
 
 
 class Arrivals(list[torch.Tensor]):
     """Parameters whose gradients have come, in order. autograd calls its `append`."""
 
     look: weakref.WeakMethod[Callable[[], None]]  # of whom they are for
+    settle: weakref.WeakMethod[Callable[[torch.Tensor], None]]  # the same, where there are DTensors
 
 
 class Listener:
     """Writes arrivals down and calls `look` back for some of them. Stops when it is dropped."""
 
-    def __init__(self, params: Sequence[torch.Tensor], look: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        look: Callable[[], None],
+        settle: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         self.arrived = Arrivals()
         self._params = params
         self._handles: dict[int, RemovableHandle] = {}
         self._callers: Collection[int] = ()
         self.arrived.look = weakref.WeakMethod(look)
+        if settle is not None:
+            self.arrived.settle = weakref.WeakMethod(settle)
         self._arrive = _make_arrive(self.arrived)
+        self._arrive_placed = _make_settled(self.arrived, self._arrive)
+        self._note_placed = _make_settled(self.arrived, self.arrived.append)
 
     @property
     def is_on(self) -> bool:
@@ -48,7 +62,10 @@ class Listener:
                 continue
             if index in self._handles:
                 self._handles[index].remove()
-            hook = self._arrive if is_caller else self.arrived.append
+            if isinstance(param, DTensor):
+                hook = self._arrive_placed if is_caller else self._note_placed
+            else:
+                hook = self._arrive if is_caller else self.arrived.append
             self._handles[index] = param.register_post_accumulate_grad_hook(hook)
 
     def stop(self) -> None:
@@ -73,6 +90,19 @@ def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
         look = arrived.look()
         if look is not None:
             look()
+
+    arrive._weft_arrivals = arrived  # type: ignore[attr-defined]
+    return arrive
+
+
+def _make_settled(arrived: Arrivals, then: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """For DTensors: have a gradient settled that lies otherwise than its parameter, and go on."""
+
+    def arrive(param: torch.Tensor) -> None:
+        settle = None if is_settled(param) else arrived.settle()
+        if settle is not None:
+            settle(param)
+        then(param)
 
     arrive._weft_arrivals = arrived  # type: ignore[attr-defined]
     return arrive

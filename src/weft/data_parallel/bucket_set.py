@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from weft import comm
 from weft.comm.group import state_of
 from weft.comm_hooks.mean import FEATURE
-from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain, wait_for
+from weft.data_parallel.buckets import Bucket, Reduction, launch_plain, wait_for
 from weft.data_parallel.dense import DenseBucket
+from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
 from weft.data_parallel.sparse import SparseBucket
 from weft.tensors import grads_of

@@ -20,19 +20,13 @@ from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.in_order import is_busy, launch_in_order
 from weft.comm_hooks.mean import only_tensor
-from weft.data_parallel.plan import BucketPlan, ParamSpec
+from weft.data_parallel.members import Member
+from weft.data_parallel.plan import BucketPlan
 from weft.errors import DesyncError, StateError
+from weft.tensors import local_of
 
 Handle = comm.Handle[torch.Tensor]
 Pending = Handle | Future[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A parameter and how to tell the user of it."""
-
-    param: torch.Tensor
-    spec: ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +66,7 @@ class Bucket(ABC):
         self._members = members
         self._index = index
         self._is_last = is_last
+        self._has_dtensors = any(member.whole is not None for member in members)
         self.used: Sequence[bool] = ()  # by this rank, since the last reduction; known when it has collected
         self._pending: Pending | None = None
 
@@ -114,9 +109,45 @@ class Bucket(ABC):
         return None if pending is None else wait_for(pending)
 
     def _call_hook(self, reduction: Reduction, buffer: torch.Tensor) -> Future[torch.Tensor]:
-        params = [member.param for member in self._members]
-        bucket = GradBucket(self._index, buffer, params, self.plan.offsets, is_last=self._is_last)
+        if self._has_dtensors:
+            bucket = PlacedBucket(
+                self._index, buffer, self._members, self.plan.offsets, is_last=self._is_last
+            )
+        else:
+            params = [member.param for member in self._members]
+            bucket = GradBucket(self._index, buffer, params, self.plan.offsets, is_last=self._is_last)
         return call_hook(reduction, bucket)
+
+
+class PlacedBucket(GradBucket):
+    """What a hook is given where parameters are DTensors: the buffer has their local gradients."""
+
+    __slots__ = ("_members",)
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        members: Sequence[Member],
+        offsets: Sequence[int],
+        *,
+        is_last: bool,
+    ) -> None:
+        params = [local_of(member.param) for member in members]
+        super().__init__(index, buffer, params, offsets, is_last=is_last)
+        self._members = members
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters as users know them."""
+        return [member.param for member in self._members]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Their gradients: views of the buffer, those of DTensors inside a DTensor."""
+        views = super().gradients()
+        return [member.shown(view) for member, view in zip(self._members, views, strict=True)]
+
+    def _with(self, buffer: torch.Tensor, wanted: tuple[int, int] | None) -> GradBucket:
+        return PlacedBucket(self._index, buffer, self._members, self._offsets, is_last=self._is_last)
 
 
 def launch_plain(group: ProcessGroup, tensor: torch.Tensor, launch: Callable[[], Handle]) -> Pending:

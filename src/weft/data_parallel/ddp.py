@@ -308,8 +308,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         """Go on with other ranks, from a bucket plan of their own."""
-        self.process_group = new_process_group
         self._replica.change_group(new_process_group)
+        self.process_group = new_process_group
 
     def _remove_autograd_hooks(self) -> None:
         self._replica.reducer.stop_listening()

@@ -8,11 +8,12 @@ import torch
 
 from weft import comm
 from weft.comm_hooks.mean import FEATURE
-from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain
+from weft.data_parallel.buckets import Bucket, Reduction, launch_plain
 from weft.data_parallel.flat_gradients import FlatGradients, is_view_of_bucket
+from weft.data_parallel.members import Member, local_grads, settle
 from weft.data_parallel.plan import BucketPlan
 from weft.errors import InternalError, StateError
-from weft.tensors import grads_of
+from weft.tensors import grads_of, local_of
 
 
 class DenseBucket(Bucket):
@@ -23,7 +24,6 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(plan, members, index, is_last=is_last)
         self._params = [member.param for member in members]
-        self._specs = [member.spec for member in members]
         self._keeps_buffer = keeps_buffer  # also while the user holds gradients of an earlier step
         self._gradients: FlatGradients | None = None
         self._untouched: dict[int, torch.Tensor] = {}  # what parameters get back that nobody used
@@ -40,20 +40,25 @@ class DenseBucket(Bucket):
     def collect(
         self, reduction: Reduction, used: Sequence[bool] | None, held: Mapping[int, torch.Tensor]
     ) -> None:
+        if self._has_dtensors:  # those that didn't come in this backward
+            for member in self._members:
+                settle(member)
         grads = grads_of(self._params)
         buffer = self._gradients
         if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
-            buffer = self._gradients = FlatGradients(self.plan, self._specs, reduction.group)
+            buffer = self._gradients = FlatGradients(self.plan, self._members, reduction.group)
         # create_graph makes a new tensor where it adds to a gradient: then there is nothing to fill in place.
         self._held = {at: grad for at, grad in held.items() if grad is grads[at]}
         self.used = [grad is not None for grad in grads] if used is None else used
         self._untouched = {}
         if not all(self.used):
             self._untouched = {
-                at: grad.clone()
-                for at, (grad, view) in enumerate(zip(grads, buffer.views, strict=True))
-                if grad is not None and grad is view and not self.used[at]
+                at: local_of(grad).clone()
+                for at, (grad, shown) in enumerate(zip(grads, buffer.shown, strict=True))
+                if grad is not None and grad is shown and not self.used[at]
             }
+        if self._has_dtensors:
+            grads = local_grads(grads)
         buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
         buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
         self._exchange()
@@ -66,12 +71,12 @@ class DenseBucket(Bucket):
         """
         try:
             if self._held or not all(self.used):
-                for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
+                for at, (param, shown) in enumerate(zip(self._params, self.gradients.shown, strict=True)):
                     if self.used[at] and at not in self._held:
-                        param.grad = view
+                        param.grad = shown
             else:
-                for param, view in zip(self._params, self.gradients.views, strict=True):
-                    param.grad = view
+                for param, shown in zip(self._params, self.gradients.shown, strict=True):
+                    param.grad = shown
         except RuntimeError as error:
             raise self._explain(error) from error
 
@@ -119,7 +124,7 @@ class DenseBucket(Bucket):
             used = self.gradients.used_anywhere()
         for at, grad in self._held.items():
             if used[at] and grad is self._params[at].grad:
-                grad.copy_(self.gradients.views[at])
+                local_of(grad).copy_(self.gradients.views[at])
         if not all(self.used):
             self._hand_out_unused(used)
         self._untouched, self._held = {}, {}
@@ -127,18 +132,18 @@ class DenseBucket(Bucket):
 
     def _hand_out_unused(self, used: Sequence[bool]) -> None:
         """Give parameters that this rank has not used what the others made of them, or leave them alone."""
-        for at, (param, view) in enumerate(zip(self._params, self.gradients.views, strict=True)):
+        for at, (param, shown) in enumerate(zip(self._params, self.gradients.shown, strict=True)):
             if self.used[at]:
                 continue
             if not used[at]:
                 if at in self._untouched:
-                    view.copy_(self._untouched[at])
+                    self.gradients.views[at].copy_(self._untouched[at])
             elif at not in self._held:
-                param.grad = view
+                param.grad = shown
 
     def _explain(self, error: RuntimeError) -> Exception:
         """Name the parameter that has changed since the module was wrapped, if that is why."""
-        for param, spec in zip(self._params, self._specs, strict=True):
+        for param, spec in ((local_of(member.param), member.spec) for member in self._members):
             if (param.dtype, tuple(param.shape), param.device) != (spec.dtype, spec.shape, spec.device):
                 return StateError(
                     f"parameter '{spec.name}' has dtype {param.dtype}, shape {list(param.shape)} on "

@@ -17,8 +17,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketPlan, ParamSpec
-from weft.tensors import contiguous_strides, copy_all, use_count, view_in
+from weft.tensors import contiguous_strides, copy_all, local_of, use_count, view_in
 
 # From here on a gradient is scaled while it is copied; smaller ones are copied as a batch, then scaled.
 LARGE_NUMEL = 16 * 1024
@@ -38,9 +39,13 @@ class Run:
 
 
 class FlatGradients:
-    """One buffer for all gradients of a bucket."""
+    """One buffer for all gradients of a bucket.
 
-    def __init__(self, plan: BucketPlan, specs: Sequence[ParamSpec], group: ProcessGroup) -> None:
+    `views` are the local gradients, `shown` what users get of them: the same, or DTensors around them.
+    """
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], group: ProcessGroup) -> None:
+        specs = [member.spec for member in members]
         numel = plan.numel + len(plan.params) + 1
         self.flat = comm.allocate((numel,), plan.dtype, plan.device, group)  # 1D
         self.payload = self.flat[: plan.numel]
@@ -50,7 +55,12 @@ class FlatGradients:
             view_in(self.flat, offset, spec.shape, spec.strides)
             for spec, offset in zip(specs, plan.offsets, strict=True)
         ]
-        _mark_as_views(self.views)
+        self.shown = self.views
+        self._watched = [self.views]  # what the user may hold; those of one list are held alike by weft
+        if any(member.whole is not None for member in members):
+            self.shown = [member.shown(view) for member, view in zip(members, self.views, strict=True)]
+            self._watched = _sort_by_holder(self.views, self.shown)
+        _mark_as_views(self.shown)
         self._large = [at for at, spec in enumerate(specs) if spec.numel >= LARGE_NUMEL]
         self._runs = _find_runs(self.payload, plan.offsets, specs)
         self._on_cpu = plan.device.type == "cpu"
@@ -61,6 +71,10 @@ class FlatGradients:
 
     def is_spoiled(self) -> bool:
         """Whether a view has got other memory: by `param.grad.data = ...`, as `module.to` does too."""
+        if self.shown is not self.views:
+            inside = map(local_of, self.shown)
+            if any(map(operator.is_not, inside, self.views)):
+                return True
         return self._find_pointers() != self._pointers
 
     def is_kept(self, grads: Grads) -> bool:
@@ -71,12 +85,11 @@ class FlatGradients:
         if self._count_names() == fresh_names:
             return False
         # One that is a parameter's gradient now is named by `grads`, and is added to in place.
-        pairs = zip(grads, self.views, strict=True)
-        return any(view is not grad and sys.getrefcount(view) > fresh_names for grad, view in pairs)
+        return any(map(operator.is_not, self.shown, grads))
 
-    def _count_names(self) -> int:
-        """By how many names Python knows the view that has the most of them."""
-        return max(map(sys.getrefcount, self.views))
+    def _count_names(self) -> list[int]:
+        """By how many names Python knows the tensor that has the most of them, by list."""
+        return [max(map(sys.getrefcount, tensors)) for tensors in self._watched]
 
     def _find_pointers(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self.views)]
@@ -150,6 +163,15 @@ class FlatGradients:
 def is_view_of_bucket(grad: torch.Tensor) -> bool:
     """Whether a gradient lies in a bucket's buffer, this step's or an earlier one's."""
     return hasattr(grad, "_weft_is_view")
+
+
+def _sort_by_holder(views: list[torch.Tensor], shown: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Views that are shown themselves, those inside of DTensors, and these DTensors, as far as there are."""
+    pairs = list(zip(views, shown, strict=True))
+    plain = [view for view, other in pairs if view is other]
+    inside = [view for view, other in pairs if view is not other]
+    outside = [other for view, other in pairs if view is not other]
+    return [tensors for tensors in (plain, inside, outside) if tensors]
 
 
 def _mark_as_views(views: Sequence[torch.Tensor]) -> None:

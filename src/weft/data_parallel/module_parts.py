@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.data_parallel.buckets import Member
-from weft.data_parallel.plan import param_spec
+from weft.data_parallel.members import Member, make_member
 from weft.errors import ConfigError, StateError, UnfitError
+from weft.tensors import local_of
 
 Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a module's dictionary, a name in it
 
@@ -27,14 +27,18 @@ class ModuleParts:
     buffer_slots: tuple[tuple[nn.Module, str], ...]  # where buffers hang: they may be reassigned
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers as they are now."""
+        """The buffers as they are now; of DTensors, what this rank holds."""
         found = (module._buffers.get(name) for module, name in self.buffer_slots)
-        return [buffer for buffer in found if buffer is not None]
+        return [local_of(buffer) for buffer in found if buffer is not None]
 
     def states(self) -> Iterator[torch.Tensor]:
-        """All parameters."""
-        yield from (member.param for member in self.members)
-        yield from (param for _, param in self.frozen)
+        """All parameters; of DTensors, what this rank holds."""
+        yield from (local_of(param) for _, param in self.named())
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters, with their names."""
+        yield from ((member.spec.name, member.param) for member in self.members)
+        yield from self.frozen
 
     @functools.cached_property
     def tied_slots(self) -> tuple[Slot, ...]:
@@ -84,17 +88,11 @@ def find_parts(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
                 f"Run a dummy forward pass to correctly initialize the modules: '{name}' is uninitialized."
             )
-        if hasattr(param, "placements"):
-            raise UnfitError(
-                f"parameter '{name}' is a DTensor, which data parallel doesn't reduce yet. Leave its module "
-                "to others with `ignored_modules` (replicate), or replicate the module before it is split."
-            )
         if not param.requires_grad:
             frozen.append((name, param))
             continue
-        is_sparse = id(param) in sparse
-        spec = param_spec(name, param, is_sparse=is_sparse, is_delayed=name in delayed_names)
-        members.append(Member(param, spec))
+        is_sparse, is_delayed = id(param) in sparse, name in delayed_names
+        members.append(make_member(name, param, is_sparse=is_sparse, is_delayed=is_delayed))
     missing = set(delayed_names) - {member.spec.name for member in members}
     if missing:
         raise ConfigError(

@@ -32,6 +32,7 @@ class ParamSpec:
     device: torch.device
     is_sparse: bool = False  # its gradients are
     is_delayed: bool = False  # its reduction goes after all others
+    piece: str = ""  # of what, where the parameter is a DTensor: this is of its local tensor
 
     @property
     def numel(self) -> int:
@@ -83,12 +84,12 @@ class _OpenBucket:
 
 
 def param_spec(
-    name: str, param: torch.Tensor, *, is_sparse: bool = False, is_delayed: bool = False
+    name: str, param: torch.Tensor, *, is_sparse: bool = False, is_delayed: bool = False, piece: str = ""
 ) -> ParamSpec:
-    """The spec of this parameter."""
+    """The spec of this parameter, or of the local tensor of one."""
     shape = tuple(param.shape)
     strides = shape and dense_strides(shape, param.stride())
-    return ParamSpec(name, shape, strides, param.dtype, param.device, is_sparse, is_delayed)
+    return ParamSpec(name, shape, strides, param.dtype, param.device, is_sparse, is_delayed, piece)
 
 
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:

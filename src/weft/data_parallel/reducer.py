@@ -26,7 +26,8 @@ from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arrivals import Listener
 from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used, numbers_of
-from weft.data_parallel.buckets import Member, Reduction
+from weft.data_parallel.buckets import Reduction
+from weft.data_parallel.members import Member, settle
 from weft.data_parallel.parameter_nodes import ParameterNodes
 from weft.data_parallel.plan import BucketCaps
 from weft.data_parallel.refusals import (
@@ -78,6 +79,7 @@ class Reducer:
         self._adopt(list(reversed(range(len(members)))))
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
+        self._message_device = members[0].spec.device
         self._number = next(numbers_of(group))  # which ranks agree on if they make modules in one order
         self._mutex = threading.RLock()
         self._step: Step | None = None
@@ -88,18 +90,19 @@ class Reducer:
         self._params = [member.param for member in members]
         self._nodes = ParameterNodes(self._params)
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
-        self._listener = Listener(self._params, self._look)
+        self._placed = [member for member in members if member.whole is not None]
+        self._listener = Listener(self._params, self._look, self._settle if self._placed else None)
         self._hook_dicts: list[dict[int, Any]] = []
         self.listen()
 
     @property
     def is_listening(self) -> bool:
-        """Whether there is anything to do: a single rank without a hook reduces nothing."""
+        """Whether there is anything to do: a single rank with neither a hook nor DTensors reduces nothing."""
         return self._listener.is_on
 
     def listen(self) -> None:
         """Hear of each gradient from now on, where there is something to do with it."""
-        if self.group.size() > 1 or self.hook is not None:
+        if self.group.size() > 1 or self.hook is not None or self._placed:
             self._listener.listen(range(len(self.members)))
             self._hook_dicts = [hooks_of(param) for param in self._params]
             for param in self._params:  # so that none runs before the first backward is noticed
@@ -127,9 +130,6 @@ class Reducer:
 
     def _adopt(self, order: Sequence[int]) -> None:
         self.buckets = BucketSet(self.members, order, self.caps, keeps_buffers=self.keeps_buffers)
-
-    def _message_device(self) -> torch.device:
-        return self.members[0].spec.device
 
     # Backward begins
 
@@ -210,6 +210,7 @@ class Reducer:
 
     def _skip_unused(self, step: Step) -> None:
         for index in self._nodes.find_unused():
+            settle(self.members[index])  # what it got without sync
             step.skipped.add(index)
             step.remaining[self.buckets.bucket_of[index]] -= 1
         if len(step.skipped) < len(self.members):
@@ -238,6 +239,12 @@ class Reducer:
             self._launch_full(step)
             self._count_arrivals(step)
             self._launch_ready(step)
+
+    def _settle(self, param: torch.Tensor) -> None:
+        """A DTensor's gradient has come in other placements than the parameter's: settle it if it is sent."""
+        step = self._step
+        if (self._wants_sync and self._is_expecting) if step is None else step.is_reducing():
+            settle(self.members[self._index_of[id(param)]])
 
     def _launch_full(self, step: Step) -> None:
         """Launch buckets that came whole, one after the other: the usual case, seen without counting."""
@@ -283,16 +290,13 @@ class Reducer:
         while step.num_launched < len(self.buckets.buckets) and step.remaining[step.num_launched] == 0:
             self._launch(step)
 
-    def _new_reduction(self) -> Reduction:
-        divisor = self.find_divisor()
-        return Reduction(
-            self.group, divisor, self.num_begun, self._number, self.hook, self.hook_state, self.is_even
-        )
-
     def _launch(self, step: Step, *, has_all: bool = False) -> None:
         if step.reduction is None:
             self.times.communication_begins()
-            step.reduction = self._new_reduction()
+            divisor = self.find_divisor()
+            step.reduction = Reduction(
+                self.group, divisor, self.num_begun, self._number, self.hook, self.hook_state, self.is_even
+            )
         bucket = self.buckets.buckets[step.num_launched]
         used = None if has_all else [self._is_used[index] for index in bucket.plan.params]
         with step.streams.joined(bucket.plan.device):
@@ -334,6 +338,8 @@ class Reducer:
             warnings.warn(unexpected_words(self._rank(), name), stacklevel=2)
 
     def _reduce_rest(self, step: Step) -> None:
+        for member in self._placed:  # in one order on all ranks of a mesh, whose buckets may differ
+            settle(member)
         while step.num_launched < len(self.buckets.buckets):
             self._launch(step)
         assert step.reduction is not None
@@ -341,7 +347,7 @@ class Reducer:
             bucket.finish(step.reduction)
         used_anywhere = None
         if self.hook is not None:
-            used_anywhere = agree_on_used(self.buckets.find_used(), step.reduction, self._message_device())
+            used_anywhere = agree_on_used(self.buckets.find_used(), step.reduction, self._message_device)
         for bucket in self.buckets.buckets:
             used = None if used_anywhere is None else [used_anywhere[index] for index in bucket.plan.params]
             has_grad = bucket.hand_out(used)
@@ -367,7 +373,7 @@ class Reducer:
         arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
         if not self.has_rebuilt:
             self.has_rebuilt = True
-            device = self._message_device()
+            device = self._message_device
             self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
         if step.streams.are_several:
             self._listener.listen(range(len(self.members)))  # each must say on which it comes

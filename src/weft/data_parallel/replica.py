@@ -20,6 +20,7 @@ from weft.autograd import current_backward, unseen_by_autograd
 from weft.comm_hooks.bucket import GradHook
 from weft.comm_hooks.hook_check import check_hook
 from weft.data_parallel.agreement import broadcast_tensors, check_same_model, find_last
+from weft.data_parallel.members import check_apart
 from weft.data_parallel.module_parts import find_parts
 from weft.data_parallel.plan import BucketCaps
 from weft.data_parallel.reducer import Reducer
@@ -62,6 +63,7 @@ class Replica:
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that "
                 "requires a gradient."
             )
+        check_apart(self.parts.named(), self.group)
         self.device = members[0].spec.device
         if options.syncs_at_start:
             check_same_model([member.spec for member in members], self.group)
@@ -174,6 +176,7 @@ class Replica:
 
     def change_group(self, group: ProcessGroup) -> None:
         """Go on with other ranks."""
+        check_apart(self.parts.named(), group)
         self.group = group
         self.reducer.change_group(group)
 

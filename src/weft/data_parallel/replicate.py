@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arguments import resolve_buffer_sync, resolve_delayed, resolve_process_group
+from weft.data_parallel.members import check_apart
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
@@ -133,6 +134,8 @@ def replicate(
     check_free(module, FEATURE)
     ignored_names = _ignored_names(module, ignored_modules)
     options = _resolve(module, device_mesh, device_id, kwargs, ignored_names)
+    ours = ((name, param) for name, param in module.named_parameters() if name not in ignored_names)
+    check_apart(ours, options.group)
     state = ReplicateState(module, options)
     attach(module, FEATURE, state)
     give_class(module, ReplicatedModule, "Replicated")

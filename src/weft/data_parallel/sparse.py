@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from weft import comm
 from weft.comm_hooks.mean import FEATURE
-from weft.data_parallel.buckets import Bucket, Member, Reduction, launch_plain
+from weft.data_parallel.buckets import Bucket, Reduction, launch_plain
+from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketPlan
 from weft.errors import InternalError
 

@@ -47,6 +47,10 @@ class Step:
     reduction: Reduction | None = None
     streams: GradStreams = field(default_factory=GradStreams)
 
+    def is_reducing(self) -> bool:
+        """Whether its backward goes on and its gradients are reduced."""
+        return self.is_synced and not self.has_failed()
+
     def has_failed(self) -> bool:
         """Whether its backward is gone and has left something to be cleared."""
         return self.has_ended or (self.end_callback is not None and self.end_callback() is None)

@@ -9,7 +9,7 @@ import torch
 from weft.data_parallel.flat_gradients import is_view_of_bucket
 from weft.data_parallel.replica import Replica
 from weft.join import JoinHook
-from weft.tensors import grads_of
+from weft.tensors import grads_of, local_of
 
 
 class ReplicaJoinHook(JoinHook):
@@ -41,7 +41,8 @@ class OwnGradients:
         self._grads = grads_of(params)
         # Buckets are used in the meantime.
         self._values = [
-            grad.clone() if grad is not None and is_view_of_bucket(grad) else None for grad in self._grads
+            local_of(grad).clone() if grad is not None and is_view_of_bucket(grad) else None
+            for grad in self._grads
         ]
 
     @torch.no_grad()
@@ -49,5 +50,5 @@ class OwnGradients:
         """Give them back: the next step is the rank's own again."""
         for param, grad, value in zip(self._params, self._grads, self._values, strict=True):
             if grad is not None and value is not None:
-                grad.copy_(value)
+                local_of(grad).copy_(value)
             param.grad = grad

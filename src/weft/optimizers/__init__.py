@@ -8,6 +8,7 @@ from weft.optimizers.averagers import (
     average_parameters,
     get_params_to_average,
 )
+from weft.optimizers.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from weft.optimizers.in_backward import apply_optimizer_in_backward, get_in_backward_optimizers
 from weft.optimizers.post_local_sgd import PostLocalSGDOptimizer
 from weft.optimizers.zero import ZeroRedundancyOptimizer
@@ -21,6 +22,9 @@ __all__ = [
     "apply_optimizer_in_backward",
     "average_parameters",
     "averagers",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "get_in_backward_optimizers",
     "get_params_to_average",
+    "get_total_norm",
 ]

@@ -17,12 +17,14 @@ from weft.autograd import will_run
 from weft.tensors import make_dtensor
 
 
-def hand_over(param: Any, local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
-    """Add to the parameter's gradient; or return it as a DTensor, for autograd to do so.
+def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
+    """Add to a parameter's gradient; or return it as a DTensor, for autograd to do so.
 
-    `node` is where autograd would do it: the node's inputs come from there in the graph.
+    `node` is where autograd would do it: where the parameter came into the graph.
     """
-    if not _is_free(param, node):
+    # What a graph has saved of a parameter may be a copy (checkpointing); the node knows the parameter.
+    param = getattr(node, "variable", None)
+    if param is None or not _is_free(param, node):
         return make_dtensor(local, spec)
     grad = param.grad
     if grad is None:
@@ -37,8 +39,7 @@ def hand_over(param: Any, local: torch.Tensor, spec: DTensorSpec, node: Any) -> 
 def _is_free(param: Any, node: Any) -> bool:
     """Whether autograd would add to the parameter now, and no hook would hear of it."""
     return (
-        param.is_leaf
-        and not param._backward_hooks
+        not param._backward_hooks
         and not param._post_accumulate_grad_hooks
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()

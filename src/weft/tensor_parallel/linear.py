@@ -107,8 +107,10 @@ class _Linear(torch.autograd.Function):
             y = launch(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True).wait()
         ctx.set_materialize_grads(False)
         ctx.call, ctx.have, ctx.is_moved = call, have, is_moved
-        # The inputs themselves are for a second derivative, and hold no memory that isn't held anyway.
-        ctx.save_for_backward(x, weight, bias, local, w if w.dtype != weight.dtype else None)
+        ctx.params = weight, bias
+        # The input itself is for a second derivative, and holds no memory that isn't held anyway; of the
+        # weight autograd tells whether it was changed since.
+        ctx.save_for_backward(x, weight, local, w if w.dtype != weight.dtype else None)
         if call.is_local:
             return y
         return close_tensor(y, lie.wanted, ctx.output_size, axis, is_local=False)
@@ -118,12 +120,13 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        x, weight, bias, local, w = ctx.saved_tensors
+        x, kept, local, w = ctx.saved_tensors
+        weight, bias = ctx.params
+        w = kept._local_tensor if w is None else w
         call: LinearCall = ctx.call
         if torch.is_grad_enabled():
             return _differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, call)
         axis, lie = call.axis, call.layouts(local.ndim)
-        w = weight._local_tensor if w is None else w
         grad = _bring_gradient(grad, lie, ctx.output_size, call)
         grad = grad if grad.dtype == w.dtype else grad.to(w.dtype)
         g2, x2 = _as_matrix(grad), _as_matrix(local)
@@ -194,7 +197,7 @@ def _give(local: torch.Tensor, param: Any, node: Any) -> torch.Tensor | None:
     """A gradient to its parameter, in whose layout it is."""
     if local.dtype != param.dtype:
         local = local.to(param.dtype)
-    return hand_over(param, local, param._spec, node)
+    return hand_over(local, param._spec, node)
 
 
 def composed_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
@@ -215,7 +218,31 @@ def composed_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -
 
 def once_in_sum(bias: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The bias on one rank and zeros on the others, though each has its gradient: the sum has it once."""
-    return bias if axis.rank == 0 else bias - bias.detach()
+    return _AddOnce.apply(bias, axis)  # type: ignore[no-any-return]
+
+
+class _AddOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return bias.view_as(bias) if axis.rank == 0 else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SeenByAll.apply(grads[0], ctx.axis), None  # type: ignore[return-value]
+
+
+class _SeenByAll(torch.autograd.Function):
+    """A gradient that all ranks have alike: what it is used for counts once in a sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return once_in_sum(grads[0], ctx.axis), None
 
 
 def _differentiable_backward(

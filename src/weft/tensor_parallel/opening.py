@@ -27,7 +27,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor, grad_layout: Placement, axis: Axis) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.param, ctx.grad_layout, ctx.axis = param, grad_layout, axis
+        ctx.shape, ctx.grad_layout, ctx.axis = param.shape, grad_layout, axis
         local = local_of(param)
         return local.view_as(local)  # autograd writes on what is returned, and that is the parameter's own
 
@@ -37,9 +37,9 @@ class _Open(torch.autograd.Function):
         if grad is None:
             return None, None, None
         if not torch.is_grad_enabled():
-            spec = shaped_spec(ctx.axis.mesh, (ctx.grad_layout,), ctx.param.shape, grad)
-            return hand_over(ctx.param, grad, spec, ctx.next_functions[0][0]), None, None
-        return _Close.apply(grad, ctx.param.shape, ctx.grad_layout, ctx.axis), None, None  # type: ignore[return-value]
+            spec = shaped_spec(ctx.axis.mesh, (ctx.grad_layout,), ctx.shape, grad)
+            return hand_over(grad, spec, ctx.next_functions[0][0]), None, None
+        return _Close.apply(grad, ctx.shape, ctx.grad_layout, ctx.axis), None, None  # type: ignore[return-value]
 
 
 class _Close(torch.autograd.Function):
