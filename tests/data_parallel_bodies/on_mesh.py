@@ -122,6 +122,32 @@ class Branching(Normed):
         return {**super().plan(), "a": ColwiseParallel(), "b": RowwiseParallel(), "extra": SequenceParallel()}
 
 
+class Block(nn.Module):
+    """A norm between layers that are so narrow that ranks have very different parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH), nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.out(self.norm(self.down(torch.tanh(self.up(rows)))))
+
+
+class Deep(nn.Module):
+    """Sums of addends between the collectives of other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.blocks(rows)
+
+    def plan(self) -> Plan:
+        return {f"blocks.*.{name}": style for name, style in Normed().plan().items()}
+
+
 MODELS: list[type[MLP]] = [MLP, Normed, Words]
 
 
@@ -279,6 +305,35 @@ def without_sync(model: Any) -> Generator[None]:
     model.set_requires_gradient_sync(True)
 
 
+def sync_noticed_late(kind: str) -> None:
+    """One backward through two forwards. Addends of the one without sync come before the other is seen."""
+    twin = MeshTwin(Branching(), kind, bucket_cap_mb=0.0005)
+    twin.step(0)
+    for step in range(1, 3):
+        rows = make_rows(step)
+        synced = twin.run(twin.parallel, rows, twin.dp_rank, branches=False)
+        with without_sync(twin.parallel):
+            local = twin.run(twin.parallel, rows, twin.dp_rank)
+        (synced + local).backward()
+        for rank in range(2):
+            losses = (twin.run(twin.single, rows, rank, branches=wanted) for wanted in (False, True))
+            (sum(losses) / 2).backward()
+        twin.check()
+        twin.zero()
+
+
+def different_buckets(kind: str) -> None:
+    """Ranks of one tensor-parallel group plan other buckets, and stay in step on their own axis."""
+    twin = MeshTwin(Deep(), kind, bucket_cap_mb=0.0002)
+    for step in range(4):
+        twin.step(step)
+    replica = twin.parallel._replica if kind == "ddp" else replicate.state(twin.parallel).replica
+    plans: list[Any] = [None, None]
+    own = [bucket.params for bucket in replica.reducer.buckets.plan]
+    dist.all_gather_object(plans, own, group=twin.mesh["tp"].get_group())
+    assert plans[0] != plans[1]
+
+
 def unused_after_accumulation(kind: str) -> None:
     """What came without sync, as addends too, is reduced with a step that doesn't use those parameters."""
     for options in ({}, {"find_unused_parameters": True}):
@@ -361,20 +416,16 @@ def uneven_inputs(kind: str) -> None:
 
 def own_gradients_after_joining(kind: str) -> None:
     """A rank that joined has its own gradients back, in their memory."""
-    twin = MeshTwin(Normed(), kind)
-    kept: list[torch.Tensor] = []
+    twin = MeshTwin(Normed(), kind, gradient_as_bucket_view=True)
+    twin.step(0)
     with Join([twin.parallel]):
-        twin.backward(make_rows(0))
-        twin.check()
-        kept += local_grads(twin.model)
-        values = [grad.clone() for grad in kept]
+        twin.backward(make_rows(1))
+        pointers = [grad.data_ptr() for grad in local_grads(twin.model)]
         if twin.dp_rank == 1:
-            twin.run(twin.parallel, make_rows(1), 1).backward()
+            twin.run(twin.parallel, make_rows(2), 1).backward()
     if twin.dp_rank == 0:
         twin.check()
-        for grad, now, right in zip(kept, local_grads(twin.model), values, strict=True):
-            assert memory_of(grad) == memory_of(now)
-            assert torch.equal(now, right)
+        assert pointers == [grad.data_ptr() for grad in local_grads(twin.model)]
 
 
 def copies(kind: str) -> None:
@@ -489,6 +540,8 @@ BODIES = [
     training,
     other_meshes,
     accumulation,
+    sync_noticed_late,
+    different_buckets,
     unused_after_accumulation,
     unused_on_one_rank,
     static_graph,

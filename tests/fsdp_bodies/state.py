@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ import weft
 from tests.fsdp_bodies.models import Language, as_whole, every_module, make_tokens, next_token_loss
 from tests.fsdp_bodies.twins import Twin, assert_is_shard
 from weft.fsdp import full_state_dict, load_full_state_dict
+from weft.tensors import local_of
 
 VOCABULARY = 11
 
@@ -78,6 +80,11 @@ def names_and_shards() -> None:
             for name, tensor in state.items():
                 if name in params:
                     assert tensor.to_local().data_ptr() == params[name].to_local().data_ptr()
+            for name, tensor in copy.deepcopy(state).items():
+                assert torch.equal(local_of(tensor), local_of(state[name])), name
+                assert local_of(tensor).data_ptr() != local_of(state[name]).data_ptr() or not tensor.numel()
+            kept = model.state_dict(keep_vars=True)
+            assert all(kept[name] is param for name, param in params.items())
 
 
 def loaded_back() -> None:

@@ -18,6 +18,7 @@ PAGES = (
     "launch.md",
     "local_group.md",
     "optimizers.md",
+    "tensor_parallel.md",
 )
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")

@@ -133,7 +133,7 @@ def sync_last(model: Any, shared: Any, setting: Setting, is_last: bool) -> Any:
     return nothing()
 
 
-class nothing:  # noqa: N801
+class nothing:
     """A context that does nothing."""
 
     def __enter__(self) -> None: ...

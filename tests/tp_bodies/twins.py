@@ -87,11 +87,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, put together here; any mesh that shards at most one axis of a tensor's dim."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
+    """The whole of a DTensor, as a user asks for it; all ranks must do so together."""
+    # Not detached first: DTensor's dispatcher remembers meshes, and hands out those of a job that is over.
     with torch.no_grad():
-        return tensor.detach().full_tensor()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def assert_close(seen: torch.Tensor, right: torch.Tensor, name: str, tolerance: float | None = None) -> None:

@@ -10,7 +10,7 @@ from weft import comm
 from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.buckets import Bucket, Reduction, launch_plain
 from weft.data_parallel.flat_gradients import FlatGradients, is_view_of_bucket
-from weft.data_parallel.members import Member, local_grads, settle
+from weft.data_parallel.members import Member, local_grads
 from weft.data_parallel.plan import BucketPlan
 from weft.errors import InternalError, StateError
 from weft.tensors import grads_of, local_of
@@ -40,9 +40,6 @@ class DenseBucket(Bucket):
     def collect(
         self, reduction: Reduction, used: Sequence[bool] | None, held: Mapping[int, torch.Tensor]
     ) -> None:
-        if self._has_dtensors:  # those that didn't come in this backward
-            for member in self._members:
-                settle(member)
         grads = grads_of(self._params)
         buffer = self._gradients
         if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
@@ -58,7 +55,7 @@ class DenseBucket(Bucket):
                 if grad is not None and grad is shown and not self.used[at]
             }
         if self._has_dtensors:
-            grads = local_grads(grads)
+            grads = local_grads(self._members)
         buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
         buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
         self._exchange()

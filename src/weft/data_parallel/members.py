@@ -9,7 +9,7 @@ parameter's own mesh, say, where SequenceParallel left each rank with its own pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from weft import comm
 from weft.comm.group import state_of
 from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.plan import ParamSpec, param_spec
-from weft.errors import StateError, UnfitError
+from weft.errors import InternalError, StateError, UnfitError
 from weft.tensors import local_of, make_dtensor, make_spec, with_dtype
 
 if TYPE_CHECKING:
@@ -73,9 +73,15 @@ def check_apart(params: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup)
             )
 
 
-def local_grads(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What is inside of gradients that are settled."""
-    return [None if grad is None else local_of(grad) for grad in grads]
+def local_grads(members: Iterable[Member]) -> list[torch.Tensor | None]:
+    """What is inside of their gradients, which must be settled."""
+    locals_: list[torch.Tensor | None] = []
+    for member in members:
+        grad = member.param.grad
+        if member.whole is not None and not is_settled(member.param):
+            raise InternalError(f"the gradient of '{member.spec.name}' was to be sent before it was settled")
+        locals_.append(None if grad is None else local_of(grad))
+    return locals_
 
 
 def is_settled(param: torch.Tensor) -> bool:
@@ -84,14 +90,22 @@ def is_settled(param: torch.Tensor) -> bool:
     return grad is None or getattr(grad, "placements", None) == param.placements  # type: ignore[attr-defined]
 
 
-def settle(member: Member) -> None:
-    """Bring a DTensor parameter's gradient to the parameter's placements. All ranks of its mesh must do so.
+def settle(placed: Mapping[int, Member], params: Iterable[torch.Tensor]) -> None:
+    """Bring gradients of DTensor parameters to their parameters' placements.
 
-    What came stays as it is: its memory may be another gradient's too.
+    `placed` has the members with DTensors by their parameters' ids. All ranks of their meshes must do so, in
+    the same order. What came stays as it is: its memory may be another gradient's too.
     """
+    for param in params if placed else ():
+        member = placed.get(id(param))
+        if member is not None and not is_settled(param):
+            _settle(member)
+
+
+def _settle(member: Member) -> None:
     param, whole = member.param, member.whole
-    if whole is None or is_settled(param):
-        return
+    if whole is None:
+        raise InternalError(f"parameter '{member.spec.name}' is no DTensor")
     grad = param.grad
     if not isinstance(grad, DTensor) or grad.device_mesh != whole.mesh:
         where = f" on {grad.device_mesh}" if isinstance(grad, DTensor) else ""

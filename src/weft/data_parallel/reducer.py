@@ -90,7 +90,7 @@ class Reducer:
         self._params = [member.param for member in members]
         self._nodes = ParameterNodes(self._params)
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
-        self._placed = [member for member in members if member.whole is not None]
+        self._placed = {id(member.param): member for member in members if member.whole is not None}
         self._listener = Listener(self._params, self._look, self._settle if self._placed else None)
         self._hook_dicts: list[dict[int, Any]] = []
         self.listen()
@@ -191,6 +191,7 @@ class Reducer:
         self.times.backward_begins()
         step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
+        settle(self._placed, self._listener.arrived)  # before this backward was known to reduce
         step.held = self.buckets.find_held(self._params, is_filled=not self.keeps_buffers)
         if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
             myself = weakref.ref(self)
@@ -209,8 +210,9 @@ class Reducer:
         return bool(shared)
 
     def _skip_unused(self, step: Step) -> None:
-        for index in self._nodes.find_unused():
-            settle(self.members[index])  # what it got without sync
+        unused = self._nodes.find_unused()
+        settle(self._placed, (self._params[index] for index in unused))  # what they got without sync
+        for index in unused:
             step.skipped.add(index)
             step.remaining[self.buckets.bucket_of[index]] -= 1
         if len(step.skipped) < len(self.members):
@@ -244,7 +246,7 @@ class Reducer:
         """A DTensor's gradient has come in other placements than the parameter's: settle it if it is sent."""
         step = self._step
         if (self._wants_sync and self._is_expecting) if step is None else step.is_reducing():
-            settle(self.members[self._index_of[id(param)]])
+            settle(self._placed, [param])
 
     def _launch_full(self, step: Step) -> None:
         """Launch buckets that came whole, one after the other: the usual case, seen without counting."""
@@ -338,8 +340,7 @@ class Reducer:
             warnings.warn(unexpected_words(self._rank(), name), stacklevel=2)
 
     def _reduce_rest(self, step: Step) -> None:
-        for member in self._placed:  # in one order on all ranks of a mesh, whose buckets may differ
-            settle(member)
+        settle(self._placed, self._params)  # those that came without sync alone
         while step.num_launched < len(self.buckets.buckets):
             self._launch(step)
         assert step.reduction is not None

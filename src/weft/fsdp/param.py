@@ -152,11 +152,7 @@ class ShardedParam:
     def wrap_gradient(self, local: torch.Tensor) -> DTensor:
         """The sharded gradient as users see it."""
         spec = cast("DTensor", self.sharded)._spec
-        # Around nothing first: a wrapper takes over where its tensor lies in memory, and torch then takes it
-        # for a tensor that has memory itself (deepcopy does).
-        wrapper = make_dtensor(local.new_empty(0), with_dtype(spec, local.dtype))
-        wrapper._local_tensor = local.view(self.local_shape)
-        return wrapper
+        return make_dtensor(local.view(self.local_shape), with_dtype(spec, local.dtype))
 
 
 def arranged_by_rank(grad: torch.Tensor, split: Split) -> torch.Tensor:

@@ -18,6 +18,7 @@ from weft.autograd import current_backward
 from weft.errors import StateError
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.policy import MixedPrecisionPolicy
+from weft.fsdp.state_dict import make_copyable
 from weft.fsdp.tree import Tree, plant_tree
 from weft.tensors import find_tensors, map_tensors
 
@@ -59,6 +60,7 @@ class ModuleState:
             for owner in {site.module for param in group.params for site in param.sites}:
                 self._handles += [
                     owner.register_state_dict_pre_hook(_resharder(group)),
+                    owner.register_state_dict_post_hook(make_copyable),
                     owner.register_load_state_dict_pre_hook(_resharder(group)),
                     owner.register_load_state_dict_post_hook(_preparer(group)),
                 ]

@@ -16,8 +16,21 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from weft import comm
 from weft.errors import ConfigError
+from weft.tensors import make_dtensor
 
 _FEATURE = "fsdp"
+
+
+def make_copyable(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Let copies be made of what a state dict holds of this module: after `state_dict`, as a hook.
+
+    Shards lie in one buffer, and torch doesn't copy a DTensor whose memory begins somewhere in the middle.
+    """
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        is_own = value is not param  # with keep_vars=True it is the parameter itself
+        if is_own and type(value) is DTensor and value._local_tensor.storage_offset() > 0:
+            state_dict[prefix + name] = make_dtensor(value._local_tensor, value._spec)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from weft.tensor_parallel.api import parallelize_module
 from weft.tensor_parallel.initial import init_parameters
+from weft.tensor_parallel.loss import loss_parallel
 from weft.tensor_parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from weft.tensor_parallel.randomness import local_randomness
 from weft.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
@@ -16,5 +17,6 @@ __all__ = [
     "SequenceParallel",
     "init_parameters",
     "local_randomness",
+    "loss_parallel",
     "parallelize_module",
 ]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import ConfigError, ConfigTypeError
 from weft.tensor_parallel.axis import Axis
+from weft.tensor_parallel.parameters import param_at
 from weft.tensor_parallel.plan import plan_matches
 from weft.tensor_parallel.styles import ParallelStyle, SplittingStyle
 
@@ -105,7 +106,7 @@ def _check_steps(steps: Sequence[Step], axis: Axis) -> None:
             )
         split[id(target)] = repr(style)
         for param_name, layout in style.layouts(target).items():
-            param = target.get_parameter(param_name)
+            param = param_at(target, param_name)
             before, where = layouts.setdefault(id(param), (layout, words))
             if before != layout:
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """Losses over classes of which each rank has some: plain local tensors, and three sums for a cross-entropy.
 
-A position is a place in all dims but the classes'. With log-probabilities l = x - log(sum of exp x), a loss is
+A position is a place in all dims but the classes'. Its logits x have log-probabilities l = x - log(sum of
+exp x), and its loss is
 
     loss = -(sum over classes c of  a[c] * l[c]),   a[c] = hit * [c is the target] + keep * smooth[c]
 

@@ -34,13 +34,20 @@ from weft.tensor_parallel.opening import open_param
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
-    """How the tensors of one call lie, for inputs of so many dims."""
+    """How the tensors of a call lie, for inputs of so many dims, and which of them have to be moved."""
 
     given: Placement  # a plain input
     needed: Placement  # the input that is multiplied
     made: Placement  # the product
     wanted: Placement  # the output
+    grad_given: Placement  # the gradient of a plain output
+    grad_needed: Placement  # the gradient of the product
     grad_made: Placement  # the input's gradient, as it is computed
+    grad_wanted: Placement  # the gradient of a plain input
+    moves_input: bool
+    moves_output: bool
+    moves_grad_in: bool
+    moves_grad_out: bool
 
 
 class LinearCall:
@@ -67,92 +74,126 @@ class LinearCall:
         """The layouts for an input of so many dims."""
         found = self._by_ndim.get(ndim)
         if found is None:
-            last = Shard(ndim - 1)
-            needed, made, grad_made = (
-                (Replicate(), last, Partial()) if self.is_colwise else (last, Partial(), last)
-            )
-            given, wanted = counted(self.given, ndim), counted(self.wanted, ndim)
-            found = self._by_ndim[ndim] = Layouts(given, needed, made, wanted, grad_made)
+            found = self._by_ndim[ndim] = self._find_layouts(ndim)
         return found
 
+    def _find_layouts(self, ndim: int) -> Layouts:
+        last = Shard(ndim - 1)
+        needed, made, grad_made = (
+            (Replicate(), last, Partial()) if self.is_colwise else (last, Partial(), last)
+        )
+        given, wanted = counted(self.given, ndim), counted(self.wanted, ndim)
+        grad_given, grad_needed, grad_wanted = counterpart(wanted), counterpart(made), counterpart(given)
+        return Layouts(
+            given=given,
+            needed=needed,
+            made=made,
+            wanted=wanted,
+            grad_given=grad_given,
+            grad_needed=grad_needed,
+            grad_made=grad_made,
+            grad_wanted=grad_wanted,
+            moves_input=given != needed,
+            moves_output=made != wanted,
+            moves_grad_in=grad_given != grad_needed,
+            moves_grad_out=grad_made != grad_wanted,
+        )
 
-def run_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
-    """Apply the layer. `weight` and `bias` are DTensors, or there is no bias."""
-    return _Linear.apply(x, weight, bias, call)  # type: ignore[no-any-return]
 
+class SplitLinear(torch.autograd.Function):
+    """The layer: `apply(x, weight, bias, call)`, with DTensors as weight and bias, or no bias."""
 
-class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
         axis, lie = call.axis, call.layouts(x.ndim)
-        local, have, size = x, lie.given, None
+        local, have, moves = x, lie.given, lie.moves_input
+        size: int | None = None
         if isinstance(x, DTensor):
-            opened = open_tensor(x, lie.given, axis, call.where)
+            opened = open_tensor(x, have, axis, call.where)
             local, have, size = opened.local, opened.layout, opened.whole_size
-        is_moved = have != lie.needed
-        if is_moved:
+            moves = have != lie.needed
+        if moves:
             size = Opened(local, have, size, is_plain=True).size_along(axis, call.where)
             local = launch(local, have, lie.needed, axis, size).wait()
         w = weight._local_tensor
         b = bias._local_tensor if bias is not None and call.has_bias else None
-        if torch.is_autocast_enabled(x.device.type):
-            local, w, b = _cast_for_autocast(local, w, b)
+        low = None  # the weight, where it is multiplied in another dtype
+        if torch.is_autocast_enabled(local.device.type):
+            local, low, b = _cast_for_autocast(local, w, b)
+            w = low
         if local.shape[-1] != w.shape[1]:
             raise _misfit(local, w, call)
         y = nn_functional.linear(local, w, b)
         ctx.output_size = None
-        if lie.wanted != lie.made or not call.is_local:
+        if lie.moves_output or not call.is_local:
             ctx.output_size = _whole_size(y, lie.wanted, weight.shape[0])
-        if lie.wanted != lie.made:
+        if lie.moves_output:
             y = launch(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True).wait()
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.have, ctx.is_moved = call, have, is_moved
-        ctx.params = weight, bias
+        ctx.call, ctx.lie, ctx.params = call, lie, (weight, bias)
+        ctx.came = None if local is x else (have, moves)  # for others than plain inputs that stay as they are
         # The input itself is for a second derivative, and holds no memory that isn't held anyway; of the
         # weight autograd tells whether it was changed since.
-        ctx.save_for_backward(x, weight, local, w if w.dtype != weight.dtype else None)
+        ctx.save_for_backward(x, weight, local, low)
         if call.is_local:
             return y
         return close_tensor(y, lie.wanted, ctx.output_size, axis, is_local=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        (grad,) = grads
+        grad = grads[0]
         if grad is None:
             return None, None, None, None
         x, kept, local, w = ctx.saved_tensors
         weight, bias = ctx.params
-        w = kept._local_tensor if w is None else w
-        call: LinearCall = ctx.call
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return _differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, call)
-        axis, lie = call.axis, call.layouts(local.ndim)
-        grad = _bring_gradient(grad, lie, ctx.output_size, call)
-        grad = grad if grad.dtype == w.dtype else grad.to(w.dtype)
+            return _differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, ctx.call)
+        if w is None:
+            w = kept._local_tensor
+        lie: Layouts = ctx.lie
+        if lie.moves_grad_in or isinstance(grad, DTensor):
+            grad = _bring_gradient(grad, lie, ctx.output_size, ctx.call)
+        if grad.dtype != w.dtype:
+            grad = grad.to(w.dtype)
         g2, x2 = _as_matrix(grad), _as_matrix(local)
-        is_plain = not isinstance(x, DTensor)
-        target = counterpart(ctx.have) if is_plain or ctx.is_moved else lie.grad_made
+        nodes = ctx.next_functions
         grad_x, coming, grad_weight, grad_bias = None, None, None, None
-        if ctx.needs_input_grad[0]:
+        if needs_x:
+            target = _grad_target(ctx, x)
             grad_x = torch.mm(g2, w).view(local.shape)
-            if target != lie.grad_made:
+            if target is not None:
+                axis = ctx.call.axis
                 coming = launch(grad_x, lie.grad_made, target, axis, weight.shape[1], is_ours=True)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _give(torch.mm(g2.t(), x2), weight, ctx.next_functions[1][0])
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = _give(g2.sum(0), bias, ctx.next_functions[2][0])
+        if needs_weight:
+            grad_weight = _give(torch.mm(g2.t(), x2), weight, nodes[1][0])
+        if needs_bias:
+            grad_bias = _give(g2.sum(0), bias, nodes[2][0])
         if coming is not None:
             grad_x = coming.wait()
-        if grad_x is not None:
-            grad_x = _hand_back(grad_x, x, target, axis)
+        if grad_x is not None and (grad_x.dtype != x.dtype or ctx.came is not None):
+            grad_x = _hand_back(grad_x, x, _grad_target(ctx, x) or lie.grad_made, ctx.call.axis)
         return grad_x, grad_weight, grad_bias, None
+
+
+def _grad_target(ctx: Any, x: torch.Tensor) -> Placement | None:
+    """Where the input's gradient is to be moved; None: it stays as it is made.
+
+    A DTensor that wasn't moved takes its gradient as it comes.
+    """
+    lie: Layouts = ctx.lie
+    if not isinstance(x, DTensor):
+        return lie.grad_wanted if lie.moves_grad_out else None
+    have, was_moved = ctx.came
+    target = counterpart(have)
+    return target if was_moved and target != lie.grad_made else None
 
 
 def _bring_gradient(
     grad: torch.Tensor, lie: Layouts, output_size: int | None, call: LinearCall
 ) -> torch.Tensor:
     """The output's gradient as the product needs it."""
-    have, needed = counterpart(lie.wanted), counterpart(lie.made)
+    have, needed = lie.grad_given, lie.grad_needed
     if isinstance(grad, DTensor):
         arrived = open_tensor(grad, have, call.axis, call.where)
         grad, have, output_size = arrived.local, arrived.layout, arrived.whole_size
@@ -184,9 +225,13 @@ def _whole_size(product: torch.Tensor, wanted: Placement, out_features: int) -> 
     return out_features if wanted.dim == product.ndim - 1 else product.shape[wanted.dim]
 
 
-def _cast_for_autocast(*tensors: torch.Tensor | None) -> Any:
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)  # type: ignore[union-attr]
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+def _cast_for_autocast(x: torch.Tensor, *params: torch.Tensor | None) -> Any:
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(
+        # torch's autocast leaves float64 alone
+        tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+        for tensor in (x, *params)
+    )
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -187,8 +187,8 @@ class _Border:
         del sizes[shard.dim]
         if list(ids.shape) != sizes:
             raise UnfitError(
-                f"Expected input batch_size ({sizes}, the logits' shape without classes on this rank) to match "
-                f"target batch_size ({list(ids.shape)})."
+                f"Expected input batch_size ({sizes}, the shape of this rank's logits without classes) to "
+                f"match target batch_size ({list(ids.shape)})."
             )
         _check_targets(ids, shard.num_classes, ignore_index)
         weights = None
@@ -196,10 +196,10 @@ class _Border:
             weights = _open_argument(weight, "weight", (Replicate(),) * mesh.ndim, mesh)
             if weights.shape != (shard.num_classes,):
                 raise UnfitError(
-                    f"weight tensor should be defined either for all {shard.num_classes} classes or no classes "
-                    f"but got weight tensor of shape: {list(weights.shape)}"
+                    f"weight tensor should be defined either for all {shard.num_classes} classes or no "
+                    f"classes but got weight tensor of shape: {list(weights.shape)}"
                 )
-        return make_aims(ids, shard, weights, ignore_index, smoothing, wide_dtype(self.logits.dtype))
+        return make_aims(ids.long(), shard, weights, ignore_index, smoothing, wide_dtype(self.logits.dtype))
 
     def reduce(self, losses: torch.Tensor, weights: torch.Tensor, reduction: str) -> DTensor:
         """The losses by position as the user wants them."""
@@ -221,18 +221,19 @@ class _Border:
 def _find_classes(logits: DTensor, dim: int) -> _Border:
     """Where the classes are. Raises ValueError where they are not on one axis, and only they."""
     mesh, placements = logits.device_mesh, logits.placements
-    axes = [axis for axis, place in enumerate(placements) if type(place) is Shard and place.dim == dim]
+    axes = [axis for axis, place in enumerate(placements) if place.is_shard(dim)]
     if len(axes) != 1:
         raise ConfigError(
-            f"loss_parallel() requires exactly one mesh dim to shard tensor dimension {dim}, but got placements "
-            f"{placements} with {len(axes)} such mesh dim(s). Redistribute the logits, or leave the context."
+            f"loss_parallel() requires exactly one mesh dim to shard tensor dimension {dim}, but got "
+            f"placements {placements} with {len(axes)} such mesh dim(s). Redistribute the logits, or leave "
+            "the context."
         )
     (class_axis,) = axes
     for axis, place in enumerate(placements):
-        if type(place) not in (Shard, Replicate):
+        if not (place.is_shard() or place.is_replicate()):
             raise ConfigError(
-                f"loss_parallel() expects non-TP mesh dims to be Shard or Replicate, got {place} at dim {axis}. "
-                "Redistribute the logits first."
+                f"loss_parallel() expects non-TP mesh dims to be Shard or Replicate, got {place} at dim "
+                f"{axis}. Redistribute the logits first."
             )
     group = mesh.get_group(class_axis)
     sizes = comm.chunk_sizes(logits.shape[dim], group.size())
@@ -240,8 +241,8 @@ def _find_classes(logits: DTensor, dim: int) -> _Border:
     num_own = local_of(logits).shape[dim]
     if num_own != sizes[rank]:
         raise ConfigError(
-            f"loss_parallel(): rank {rank} of {group.size()} has {num_own} classes, and of {sum(sizes)} in all it "
-            f"should have {sizes[rank]}. Give DTensor.from_local the whole's shape and stride."
+            f"loss_parallel(): rank {rank} of {group.size()} has {num_own} classes, and of {sum(sizes)} in "
+            f"all it should have {sizes[rank]}. Give DTensor.from_local the whole's shape and stride."
         )
     return _Border(logits, class_axis, ClassShard(dim, sum(sizes[:rank]), num_own, sum(sizes), group))
 

@@ -15,6 +15,12 @@ from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensors import make_parameter, make_spec
 
 
+def param_at(module: nn.Module, name: str) -> Any:
+    """The parameter of this qualified name."""
+    owner, _, own_name = name.rpartition(".")
+    return module.get_submodule(owner)._parameters[own_name]
+
+
 def check_param(name: str, param: Any, layout: Placement, axis: Axis, where: str) -> None:
     """Raise for a parameter that can't be laid out so."""
     if isinstance(param, nn.parameter.UninitializedParameter):

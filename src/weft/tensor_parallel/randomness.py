@@ -10,6 +10,7 @@ at all if nothing was drawn.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-_ODD = 0x9E3779B97F4A7C15  # spreads ranks over all seeds
+_ONE_DRAW = 4  # the least that the count of a device's generator goes on by
 
 
 @contextmanager
@@ -35,16 +36,13 @@ def local_randomness(mesh: DeviceMesh, device: torch.device | str | None = None)
 @contextmanager
 def _drawing_apart(rank: int) -> Generator[None]:
     generator = torch.default_generator
-    before = generator.get_state()
     shared = int(torch.randint(2**62, ()))
     after = generator.get_state()
-    generator.manual_seed(_mixed(shared, rank))
-    own = generator.get_state()
+    generator.manual_seed(_mixed(shared, 0, rank))
     try:
         yield
     finally:
-        is_used = not torch.equal(generator.get_state(), own)
-        generator.set_state(after if is_used else before)
+        generator.set_state(after)
 
 
 @contextmanager
@@ -53,14 +51,14 @@ def _drawing_apart_on(device: torch.device, rank: int) -> Generator[None]:
     module: Any = torch.get_device_module(device)
     generator = module.default_generators[torch.empty(0, device=device).device.index]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.manual_seed(_mixed(seed + offset * _ODD, rank))
+    generator.manual_seed(_mixed(seed, offset, rank))
     try:
         yield
     finally:
-        drawn = generator.get_offset()
         generator.manual_seed(seed)
-        generator.set_offset(offset + drawn)
+        generator.set_offset(offset + _ONE_DRAW)
 
 
-def _mixed(shared: int, rank: int) -> int:
-    return (shared + (rank + 1) * _ODD) % 2**63
+def _mixed(seed: int, offset: int, rank: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {offset} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # a seed is a signed number

@@ -15,7 +15,7 @@ from weft.errors import ConfigTypeError, StateError
 from weft.modules import attach, attached, give_class
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, cross
-from weft.tensor_parallel.linear import LinearCall, once_in_sum, run_linear
+from weft.tensor_parallel.linear import LinearCall, SplitLinear, once_in_sum
 from weft.tensor_parallel.opening import opened_params
 from weft.tensor_parallel.randomness import local_randomness
 from weft.tensors import map_tensors
@@ -75,12 +75,17 @@ class LinearRunner:
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output."""
         if not args and len(kwargs) == 1 and "input" in kwargs:
-            args = (kwargs["input"],)
+            args, kwargs = (kwargs["input"],), {}
         x, rest = first_input(args, kwargs, self.call.where)
-        if rest:
-            raise ConfigTypeError(f"{self.call.where}: a linear layer has one input; got {1 + len(rest)}.")
-        check_split(module.weight, "weight", self.call.where)
-        return run_linear(x, module.weight, module.bias, self.call)
+        if rest or kwargs:
+            raise ConfigTypeError(
+                f"{self.call.where}: a linear layer has one input; got {len(rest)} more, and "
+                f"{sorted(kwargs)}."
+            )
+        weight = module.weight
+        if not isinstance(weight, DTensor):
+            check_split(weight, "weight", self.call.where)
+        return SplitLinear.apply(x, weight, module.bias, self.call)
 
 
 @dataclass(frozen=True, eq=False)

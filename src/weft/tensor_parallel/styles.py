@@ -20,7 +20,7 @@ from weft.modules import attached
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing
 from weft.tensor_parallel.linear import LinearCall
-from weft.tensor_parallel.parameters import check_param, distribute_param
+from weft.tensor_parallel.parameters import check_param, distribute_param, param_at
 from weft.tensor_parallel.running import (
     STATE,
     LinearRunner,
@@ -71,7 +71,7 @@ class SplittingStyle(ParallelStyle):
                 "None for each rank's own values."
             )
         for name, layout in self.layouts(module).items():
-            check_param(name, module.get_parameter(name), layout, axis, where)
+            check_param(name, param_at(module, name), layout, axis, where)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis(device_mesh)
@@ -79,11 +79,11 @@ class SplittingStyle(ParallelStyle):
         self.check(module, axis, where)
         made: dict[int, nn.Parameter] = {}  # a parameter may hang in several places
         for name, layout in self.layouts(module).items():
-            owner = module.get_submodule(name.rpartition(".")[0])
-            param = module.get_parameter(name)
+            param = param_at(module, name)
             if id(param) not in made:
                 made[id(param)] = distribute_param(param, layout, axis, self.src_data_rank)
-            owner.register_parameter(name.rpartition(".")[2], made[id(param)])
+            owner, _, own_name = name.rpartition(".")
+            module.get_submodule(owner)._parameters[own_name] = made[id(param)]
         install_runner(module, self.runner(module, axis, where))
         return module
 

@@ -58,7 +58,13 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around a local tensor, which is taken as it is. Autograd knows nothing of it."""
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)
+    if local.storage_offset() == 0:
+        return _new_dtensor(DTensor, local, spec, requires_grad=False)
+    # Around nothing first: a wrapper takes over where its tensor lies in memory, and torch then takes it
+    # for a tensor that has memory itself (deepcopy does).
+    wrapper = _new_dtensor(DTensor, local.new_empty(0), spec, requires_grad=False)
+    wrapper._local_tensor = local
+    return wrapper
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:

@@ -1,0 +1,179 @@
+"""Random numbers under tensor parallelism on a GPU: masks of each rank's own, replays, initial values.
+
+Bodies take the kind of device, and run on a CPU too. Ranks are processes: threads share a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import weft.tensor_parallel as tp
+from tests.tp_bodies.on_gpu import mesh_on, parts_of_all
+from tests.tp_bodies.twins import assert_is_part, part_of
+
+
+def are_different(mine: torch.Tensor) -> bool:
+    """On every two ranks."""
+    everyones = parts_of_all(mine)
+    return not any(torch.equal(everyones[a], everyones[b]) for a in range(len(everyones)) for b in range(a))
+
+
+def are_same(mine: torch.Tensor) -> bool:
+    everyones = parts_of_all(mine)
+    return all(torch.equal(each, everyones[0]) for each in everyones)
+
+
+def dropout_on(device: str) -> nn.Module:
+    return tp.parallelize_module(nn.Dropout(0.5), mesh_on(device), tp.SequenceParallel(use_local_output=True))
+
+
+def ones_on(device: str) -> torch.Tensor:
+    return torch.ones(4, 16, 8, device=device, requires_grad=True)
+
+
+def masks(device: str) -> None:
+    """Each rank's own with equal seeds, followed by what is the same on all; the seed says all of it."""
+    dropout, firsts = dropout_on(device), []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        given = ones_on(device)
+        first = dropout(given)
+        assert are_different(first)
+        assert set(first.detach().unique().tolist()) == {0.0, 2.0}
+        assert are_same(F.dropout(torch.ones(64, device=device), 0.5))
+        second = dropout(ones_on(device))
+        assert are_different(second)
+        assert not torch.equal(first, second)
+        assert are_same(torch.rand(8, device=device))
+        first.sum().backward()
+        assert torch.equal(given.grad, first.detach())
+        firsts.append(first.detach())
+    assert torch.equal(firsts[0], firsts[1])
+    assert not torch.equal(firsts[0], firsts[2])
+
+
+def masks_are_replayed(device: str) -> None:
+    """By both kinds of checkpointing, whatever was drawn in between; ranks still draw alike afterwards."""
+    mesh = mesh_on(device)
+
+    def of_a_user(rows: torch.Tensor) -> torch.Tensor:
+        with tp.local_randomness(mesh):
+            return F.dropout(rows, 0.5)
+
+    for draw in (dropout_on(device), of_a_user):
+        for is_reentrant in (True, False):
+            torch.manual_seed(0)
+            given = ones_on(device)
+            seen = checkpoint(draw, given, use_reentrant=is_reentrant)
+            torch.rand(3, device=device)
+            draw(ones_on(device))
+            assert are_different(seen)
+            seen.sum().backward()
+            assert torch.equal(given.grad, seen.detach())
+            assert are_same(torch.rand(8, device=device))
+
+
+def a_generator_goes_on(device: str) -> None:
+    """As it was where nothing was drawn; else elsewhere, the same on every rank. Errors change nothing."""
+    mesh = mesh_on(device)
+    generator = (
+        torch.get_device_module(device).default_generators[0] if device != "cpu" else torch.default_generator
+    )
+    torch.manual_seed(5)
+    before = generator.get_state()
+    with tp.local_randomness(mesh):
+        pass
+    assert torch.equal(generator.get_state(), before)
+    with tp.local_randomness(mesh):
+        torch.rand(1000, device=device)
+    after = generator.get_state()
+    assert not torch.equal(after, before)
+    assert are_same(after)
+    with pytest.raises(ZeroDivisionError), tp.local_randomness(mesh):
+        raise ZeroDivisionError
+    assert torch.equal(generator.get_state(), after)
+    assert generator.initial_seed() == 5
+
+
+def uneven_parts_draw_alike_afterwards(device: str) -> None:
+    """Ranks with more, with less and with nothing: what comes behind is the same on all of them."""
+    mesh = mesh_on(device)
+    for length in (1, 3, 5, 9_000_001):  # the last: more than a GPU's threads draw at a time
+        torch.manual_seed(0)
+        dropout = tp.parallelize_module(
+            nn.Dropout(0.5), mesh, tp.SequenceParallel(sequence_dim=0, use_local_output=True)
+        )
+        dropout(part_of(torch.ones(length, device=device), Shard(0), mesh))
+        assert are_same(torch.rand(8, device=device)), length
+
+
+def ranks_never_draw_each_others(device: str) -> None:
+    """Neither at once nor one after another, on as many ranks as one machine has GPUs."""
+    seen: set[tuple[float, ...]] = set()
+    mesh = mesh_on(device)
+    for rank in range(8):
+        torch.manual_seed(0)
+        for _ in range(4):
+            with (
+                mock.patch.object(DeviceMesh, "get_local_rank", return_value=rank),
+                tp.local_randomness(mesh),
+            ):
+                seen.add(tuple(torch.rand(16, device=device).tolist()))
+    assert len(seen) == 8 * 4
+
+
+class Initial(nn.Sequential):
+    """Layers of every style, of uneven sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 10), nn.Linear(10, 8), nn.Linear(8, 7)
+        )
+
+
+def initial_values(device: str) -> None:
+    """Those that a single process draws on such a device, to the bit; the generator is left alone."""
+    plan = {
+        "0": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": tp.SequenceParallel(use_local_output=True),
+        "2": tp.ColwiseParallel(input_layouts=Shard(1)),
+        "3": tp.RowwiseParallel(),
+        "4": tp.ColwiseParallel(output_layouts=Replicate()),
+    }
+    with torch.device("meta"):
+        model = Initial()
+    tp.parallelize_module(model, mesh_on(device), plan)
+    tp.init_parameters(model.to_empty(device=device), seed=7)
+    single = Initial().to(device)
+    torch.manual_seed(7)
+    for part in single:
+        part.reset_parameters()
+    rights = dict(single.named_parameters())
+    for name, param in model.named_parameters():
+        assert param.device.type == device
+        assert_is_part(param, rights[name].detach(), name, 0.0)
+    torch.manual_seed(1)
+    wanted = torch.rand(4, device=device)
+    torch.manual_seed(1)
+    tp.init_parameters(model, seed=7)
+    assert torch.equal(torch.rand(4, device=device), wanted)
+    model(torch.arange(8, device=device).view(2, 4)).sum().backward()
+
+
+BODIES: list[Callable[[str], None]] = [
+    masks,
+    masks_are_replayed,
+    a_generator_goes_on,
+    uneven_parts_draw_alike_afterwards,
+    ranks_never_draw_each_others,
+    initial_values,
+]
