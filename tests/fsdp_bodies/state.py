@@ -81,8 +81,9 @@ def names_and_shards() -> None:
                 if name in params:
                     assert tensor.to_local().data_ptr() == params[name].to_local().data_ptr()
             for name, tensor in copy.deepcopy(state).items():
-                assert torch.equal(local_of(tensor), local_of(state[name])), name
-                assert local_of(tensor).data_ptr() != local_of(state[name]).data_ptr() or not tensor.numel()
+                copied, own = local_of(tensor), local_of(state[name])
+                assert torch.equal(copied, own), name
+                assert copied.data_ptr() != own.data_ptr() or own.numel() == 0, name
             kept = model.state_dict(keep_vars=True)
             assert all(kept[name] is param for name, param in params.items())
 
