@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,22 +33,17 @@ def run_compiled() -> None:
     whole = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss_of(whole).backward()
     start, size = (0, 3) if dist.get_rank() == 0 else (3, 2)
-    for is_dynamic in (False, True):
-        for is_inside in (True, False):
-            torch._dynamo.reset()
-            local = whole.detach()[:, start : start + size].clone().requires_grad_()
-            split = DTensor.from_local(local, mesh, [Shard(1)], shape=whole.shape, stride=whole.stride())
-            fn = loss_inside if is_inside else loss_of
-            compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
-            if is_inside:
-                loss = compiled(split)
-            else:
-                with loss_parallel():
-                    loss = compiled(split)
-            loss.backward()
-            torch.testing.assert_close(loss, loss_of(whole))
-            assert whole.grad is not None
-            torch.testing.assert_close(local.grad, whole.grad[:, start : start + size])
+    for fn, context, is_dynamic in ((loss_inside, nullcontext, False), (loss_of, loss_parallel, True)):
+        torch._dynamo.reset()
+        local = whole.detach()[:, start : start + size].clone().requires_grad_()
+        split = DTensor.from_local(local, mesh, [Shard(1)], shape=whole.shape, stride=whole.stride())
+        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
+        with context():
+            loss = compiled(split)
+        loss.backward()
+        torch.testing.assert_close(loss, loss_of(whole))
+        assert whole.grad is not None
+        torch.testing.assert_close(local.grad, whole.grad[:, start : start + size])
 
 
 @pytest.mark.parametrize("backend", ["gloo", "weft"])

@@ -81,7 +81,9 @@ def train(tp: Any, chain: Chain) -> None:
     for step in range(chain.steps):
         run(chain, model, single, mesh, step)
     wanted = dict(single.named_parameters())
-    largest = max([1.0, *(p.grad.abs().max().item() for p in wanted.values() if p.grad is not None and p.numel())])
+    largest = max(
+        [1.0, *(p.grad.abs().max().item() for p in wanted.values() if p.grad is not None and p.numel())]
+    )
     for name, param in model.named_parameters():
         right = wanted[name].grad
         assert param.requires_grad == wanted[name].requires_grad, name

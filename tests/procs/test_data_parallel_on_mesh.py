@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.data_parallel_bodies.on_mesh import BODIES, in_a_new_world
+from tests.data_parallel_bodies.mesh_twins import in_a_new_world
+from tests.data_parallel_bodies.on_mesh import BODIES
 from weft.testing import shared_pool
 
 

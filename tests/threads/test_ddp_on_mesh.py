@@ -13,26 +13,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import weft
-from tests.data_parallel_bodies.on_mesh import (
-    BODIES,
+from tests.data_parallel_bodies.mesh_twins import (
     MLP,
     MeshTwin,
     Normed,
     assert_lies_as,
-    cut,
     full,
     local_grads,
     make_rows,
     memory_of,
     mesh_of,
-    parallelize_module,
 )
+from tests.data_parallel_bodies.on_mesh import BODIES, cut
 from tests.data_parallel_bodies.twins import WIDTH, assert_same_gradient, filled
 from weft.comm_hooks import GradBucket
 from weft.comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from weft.data_parallel.precision import MixedPrecision
 from weft.errors import ConfigError, DesyncError, StateError
 from weft.optimizers.in_backward import apply_optimizer_in_backward
+from weft.tensor_parallel import parallelize_module
 from weft.testing import Expect, assert_calls, on_ranks
 
 VIEW = pytest.mark.parametrize("view", [False, True])

@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.tensor_parallel import ColwiseParallel, parallelize_module
 from weft.tensor_parallel.loss import loss_parallel
 from weft.tensors import make_dtensor, make_spec
 from weft.testing import Expect, assert_calls, on_ranks
@@ -221,6 +222,28 @@ def test_log_softmax() -> None:
         torch.testing.assert_close(seen.to_local(), cut(right, mesh, [Shard(dim % 2)]), **close)
         seen.backward(spread(weights, mesh, [Shard(dim % 2)], requires_grad=False))
         torch.testing.assert_close(split.grad.to_local(), cut(x.grad, mesh, [Shard(dim % 2)]), **close)
+
+
+@on_ranks(2)
+def test_the_end_of_a_model() -> None:
+    mesh = mesh_of(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 7)).double()
+    for seed, param in enumerate(model.parameters()):
+        param.data = numbered(*param.shape, seed=seed)
+    x, target = numbered(2, 3, 4), classes(2, 3, num=7)
+    right = F.cross_entropy(model(x).flatten(0, 1), target.flatten())
+    right.backward()
+    grads = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    head = ColwiseParallel(use_local_output=False)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate()), "2": head})
+    with loss_parallel():
+        loss: Any = F.cross_entropy(model(x.flatten(0, 1)), target.flatten())
+    loss.backward()
+    assert_part(loss, right, mesh, [Replicate()])
+    for param, whole in zip(model.parameters(), grads, strict=True):
+        assert whole is not None
+        assert_part(param.grad, whole, mesh, [Shard(0)])
 
 
 # -- traffic ---------------------------------------------------------------------------

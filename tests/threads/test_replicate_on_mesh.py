@@ -11,17 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import weft
-from tests.data_parallel_bodies.on_mesh import (
-    BODIES,
-    MLP,
-    Branching,
-    MeshTwin,
-    make_rows,
-    mesh_of,
-    parallelize_module,
-)
+from tests.data_parallel_bodies.mesh_twins import MLP, Branching, MeshTwin, make_rows, mesh_of
+from tests.data_parallel_bodies.on_mesh import BODIES
 from tests.data_parallel_bodies.twins import filled
 from weft.errors import ConfigError
+from weft.tensor_parallel import parallelize_module
 from weft.testing import on_ranks
 
 

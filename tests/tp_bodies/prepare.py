@@ -28,11 +28,7 @@ from tests.tp_bodies.twins import (
 )
 
 # From, to; nothing is taken apart into terms of a sum.
-CHANGES = [
-    (one, other)
-    for one, other in itertools.product(LAYOUTS, LAYOUTS)
-    if other != "P" or one == "P"
-]
+CHANGES = [(one, other) for one, other in itertools.product(LAYOUTS, LAYOUTS) if other != "P" or one == "P"]
 
 
 class Spy(nn.Module):
@@ -184,7 +180,9 @@ def several_outputs(tp: Any) -> None:
 
 
 def wrong_lengths(tp: Any) -> None:
-    with pytest.raises(AssertionError, match="input_layouts and desired_input_layouts should have same length!"):
+    with pytest.raises(
+        AssertionError, match="input_layouts and desired_input_layouts should have same length!"
+    ):
         tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=(Replicate(), None))
     text = "output_layouts and desired_output_layouts should have same length!"
     with pytest.raises(AssertionError, match=text):

@@ -92,9 +92,7 @@ class Chain:
         return not thaws and all(size % self.ranks == 0 for size in sizes)
 
     def model(self) -> nn.Module:
-        modules = [
-            layer.module(place == 0, self.vocabulary) for place, layer in enumerate(self.layers)
-        ]
+        modules = [layer.module(place == 0, self.vocabulary) for place, layer in enumerate(self.layers)]
         model = filled(Drawn(*modules, is_checkpointed=self.is_checkpointed), dtype=self.dtype)
         for layer, module in zip(self.layers, modules, strict=True):
             module.requires_grad_(not layer.is_frozen)
@@ -135,12 +133,15 @@ class State:
     lies: str
     is_local: bool
     width: int
+    dtype: torch.dtype
 
     def fitting_kinds(self, is_first_of_tokens: bool) -> list[str]:
         if is_first_of_tokens:
             return ["colwise", "rowwise", "bare"] if self.is_bare else ["colwise", "rowwise"]
         kinds = ["colwise", "rowwise", "input", "output"]
-        if self.lies in ("S0", "S1") or not self.is_local:
+        # The norm of very few features takes the difference of numbers that are the same but for rounding.
+        is_norm_well_posed = self.dtype == torch.float64 or self.width >= 4
+        if is_norm_well_posed and (self.lies in ("S0", "S1") or not self.is_local):
             kinds.append("norm")
         if self.is_bare:
             kinds.append("bare")
@@ -154,7 +155,9 @@ class State:
         return self.is_local and self.lies == "R"
 
 
-def draw_layer(draw: st.DrawFn, state: State, size: st.SearchStrategy[int], is_first_of_tokens: bool) -> Layer:
+def draw_layer(
+    draw: st.DrawFn, state: State, size: st.SearchStrategy[int], is_first_of_tokens: bool
+) -> Layer:
     kinds = state.fitting_kinds(is_first_of_tokens)
     kind = draw(st.sampled_from([each for each in KINDS if each in kinds]))
     height, output, is_local = state.width, state.lies, state.is_local
@@ -197,22 +200,21 @@ def chains(draw: st.DrawFn) -> Chain:
     has_tokens = draw(st.sampled_from([False, False, True]))
     start = draw(st.sampled_from(["R", "S0", "S1"] if has_tokens else ["R", "S0", "S1", "S-1", "P"]))
     has_dtensor_input = draw(st.booleans())
-    state = State(start, not has_dtensor_input, draw(size))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32]))
+    state = State(start, not has_dtensor_input, draw(size), dtype)
     layers: list[Layer] = []
     for place in range(draw(st.integers(1, 5))):
         layers.append(draw_layer(draw, state, size, has_tokens and place == 0))
-        state = State(layers[-1].output, layers[-1].is_local, layers[-1].height)
+        state = State(layers[-1].output, layers[-1].is_local, layers[-1].height, dtype)
     return Chain(
         ranks=ranks,
         rows=draw(size),
         length=draw(size),
         vocabulary=draw(size) if has_tokens else None,
-        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        dtype=dtype,
         start=start,
         has_dtensor_input=has_dtensor_input,
         layers=tuple(layers),
         is_checkpointed=draw(st.sampled_from([False, False, True])),
         steps=draw(st.sampled_from([1, 1, 2])),
     )
-
-

@@ -12,11 +12,7 @@ import pytest
 import torch.distributed.tensor.parallel as torch_tp
 
 import weft
-
-try:  # TEMPORARY
-    import weft.tensor_parallel as weft_tp
-except ImportError:
-    weft_tp = torch_tp
+import weft.tensor_parallel as weft_tp
 
 LIBRARIES = pytest.mark.parametrize("tp", [weft_tp, torch_tp], ids=["weft", "torch"])
 WEFT = weft_tp

@@ -215,7 +215,9 @@ def pull_back(seen: torch.Tensor, cotangent: torch.Tensor, layout: Placement, me
         seen.backward(part)
 
 
-def check_input_gradient(given: torch.Tensor, right: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> None:
+def check_input_gradient(
+    given: torch.Tensor, right: torch.Tensor, layout: Placement, mesh: DeviceMesh
+) -> None:
     """A local input's gradient lies as its layout's dual does; a DTensor's is right in full."""
     assert given.grad is not None, "no gradient of the input"
     if isinstance(given, DTensor):

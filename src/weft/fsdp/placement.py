@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement as AxisPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weft import comm
 from weft.errors import ConfigError, RefusedError, UnsupportedError
 from weft.fsdp.mesh import DataMesh
 from weft.tensors import local_of, make_spec
@@ -84,10 +85,18 @@ def local_gradient(grad: torch.Tensor, placement: Placement) -> torch.Tensor:
         _keep(have) if axis in placement.kept_dims else want
         for axis, (have, want) in enumerate(zip(grad.placements, placements, strict=True))
     )
-    if target != tuple(grad.placements):
-        with torch.no_grad():
-            grad = grad.redistribute(placements=target)
-    return local_of(grad)
+    return local_of(grad) if target == tuple(grad.placements) else _moved(grad, target)
+
+
+@torch.no_grad()
+def _moved(grad: DTensor, target: tuple[AxisPlacement, ...]) -> torch.Tensor:
+    """What this rank has of the gradient in other placements."""
+    if len(target) != 1:
+        return local_of(grad.redistribute(placements=target))
+    have = grad.placements[0]
+    size = grad.shape[have.dim] if isinstance(have, Shard) else None
+    group = grad.device_mesh.get_group()
+    return comm.launch_move(local_of(grad), have, target[0], group, size, feature="fsdp").wait()
 
 
 def smaller_spec(placement: Placement, smaller: DataMesh) -> DTensorSpec:
