@@ -102,9 +102,9 @@ def train(tp: Any, chain: Chain) -> None:
 @given(chains())
 def test_outputs_and_gradients_are_those_of_a_single_process(chain: Chain) -> None:
     weft.launch(
-        train, args=(weft_tp, chain), ranks=chain.ranks, kind="thread", timeout=60, collective_timeout=10
+        train, args=(weft_tp, chain), ranks=chain.ranks, kind="thread", timeout=60, collective_timeout=20
     )
     if chain.fits_torch:
         weft.launch(
-            train, args=(torch_tp, chain), ranks=chain.ranks, kind="thread", timeout=60, collective_timeout=10
+            train, args=(torch_tp, chain), ranks=chain.ranks, kind="thread", timeout=60, collective_timeout=20
         )

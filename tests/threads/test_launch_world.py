@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from weft.launcher import launch
@@ -55,6 +56,12 @@ def test_shape_inference_of_dtensor_has_a_lock_to_replace() -> None:
     with isolated_worlds():
         assert isinstance(ShardingPropagator._fake_mode_lock, type(threading.RLock()))
     assert ShardingPropagator._fake_mode_lock is before
+
+
+def test_findings_of_dtensor_can_be_forgotten() -> None:
+    """tensor.debug._clear_sharding_prop_cache empties the cache that holds meshes of ended worlds."""
+    debug._clear_sharding_prop_cache()
+    assert debug._get_python_sharding_prop_cache_info().currsize == 0
 
 
 def test_profiler_can_describe_a_ranks_groups() -> None:

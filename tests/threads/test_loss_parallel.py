@@ -168,6 +168,10 @@ def test_large_and_masked_logits() -> None:
     assert_part(seen, right, mesh, [Replicate()])
     assert_part(split.grad, x.grad, mesh, [Shard(1)])
     with loss_parallel():
+        broken = x.detach().clone()
+        broken[3] = torch.inf  # not a number, but nobody asked
+        seen = F.cross_entropy(spread(broken, mesh, [Shard(1)]), target, ignore_index=5)
+        torch.testing.assert_close(seen.to_local(), F.cross_entropy(broken, target, ignore_index=5))
         bad = spread(torch.where(torch.arange(6) == 5, torch.nan, numbered(4, 6)), mesh, [Shard(1)])
         assert F.cross_entropy(bad, target).to_local().isnan()
 
@@ -326,16 +330,20 @@ def test_meshes(sizes: tuple[int, ...], placements: list[Any], shape: tuple[int,
 # -- autograd ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, None])
 @on_ranks(2)
-def test_second_derivatives(smoothing: float) -> None:
+def test_second_derivatives(smoothing: float | None) -> None:
+    """None: of log_softmax and nll_loss, one after the other."""
     mesh = mesh_of(2)
     target = torch.tensor([0, 4, -100])
     weight = numbered(5, seed=2).abs()
     towards = numbered(3, 5, seed=3)
 
     def run(x: Any, towards: Any) -> tuple[Any, Any]:
-        loss = F.cross_entropy(x, target, weight, label_smoothing=smoothing)
+        if smoothing is None:
+            loss = F.nll_loss(F.log_softmax(x, 1), target, weight)
+        else:
+            loss = F.cross_entropy(x, target, weight, label_smoothing=smoothing)
         (slope,) = torch.autograd.grad(loss * loss, x, create_graph=True)
         (slope * towards).sum().backward()
         return slope, x.grad

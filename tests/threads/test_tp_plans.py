@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: names, wildcards, source ranks, and what is refused before anything changed."""
+"""Plans of tensor parallelism: names, wildcards, source ranks, and what is refused."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,18 +215,19 @@ def not_a_tensor(tp: Any) -> None:
 
 
 def nothing_becomes_a_sum(tp: Any) -> None:
-    """Copies and shards can't be asked for as terms of a sum."""
+    """Copies and shards can't be asked for as terms of a sum: said by the style, the plan or the call."""
     mesh = make_mesh()
+
+    def run(module: nn.Module, make: Callable[..., Any], **layouts: Any) -> None:
+        tp.parallelize_module(module, mesh, make(**layouts))(numbers(2, 8))
+
     for given in (Replicate(), Shard(0)):
         with pytest.raises(RuntimeError, match="Partial"):
-            style = tp.PrepareModuleInput(input_layouts=given, desired_input_layouts=Partial())
-            tp.parallelize_module(Spy(), mesh, style)(numbers(2, 2))
+            run(Spy(), tp.PrepareModuleInput, input_layouts=given, desired_input_layouts=Partial())
         with pytest.raises(RuntimeError, match="Partial"):
-            style = tp.PrepareModuleOutput(output_layouts=given, desired_output_layouts=Partial())
-            tp.parallelize_module(Spy(), mesh, style)(numbers(2, 2))
+            run(Spy(), tp.PrepareModuleOutput, output_layouts=given, desired_output_layouts=Partial())
     with pytest.raises(RuntimeError, match="Partial"):
-        style = tp.ColwiseParallel(output_layouts=Partial())
-        tp.parallelize_module(filled(nn.Linear(8, 8)), mesh, style)(numbers(2, 8))
+        run(filled(nn.Linear(8, 8)), tp.ColwiseParallel, output_layouts=Partial())
 
 
 def both_in_one(tp: Any) -> None:
@@ -244,7 +246,7 @@ def both_in_one(tp: Any) -> None:
 
 
 def around_a_module_that_does_not_know(tp: Any) -> None:
-    """Gathered for a module without a plan, and dealt out again; gradients of its plain parameters are whole."""
+    """Gathered for a module without a plan, and dealt out again; its parameters' gradients are whole."""
     mesh = make_mesh()
     module = filled(nn.Linear(8, 6))
     style = tp.PrepareModuleInputOutput(

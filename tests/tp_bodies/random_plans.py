@@ -1,7 +1,7 @@
 """Chains of layers and plans for them that hypothesis draws.
 
-A chain goes through activations of three dims: rows, places of a sequence, features. Each layer says how its
-input lies where that is a plain tensor, and how its output shall lie; what one gives fits what the next takes.
+A chain goes through activations of three dims: rows, places of a sequence, features. Each layer says how
+its input lies where that is a plain tensor, and how its output shall lie; what one gives the next can take.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Chain:
 
     @property
     def fits_torch(self) -> bool:
-        """Whether torch can do it: everything divides by the ranks, and no norm is frozen, which torch thaws."""
+        """Whether torch can do it: everything divides by the ranks; no norm is frozen, which it thaws."""
         sizes = [self.rows, self.length, *(layer.height for layer in self.layers)]
         sizes += [self.layers[0].width] if self.vocabulary is None else [self.vocabulary]
         thaws = any(layer.kind == "norm" and layer.is_frozen for layer in self.layers)

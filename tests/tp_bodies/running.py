@@ -1,6 +1,6 @@
 """Run a body on ranks that are threads, with weft's tensor parallelism and with torch's.
 
-A hang ends soon: each collective waits ten seconds at most.
+A hang ends soon: each collective waits twenty seconds at most.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ WEFT = weft_tp
 
 def on_threads(body: Callable[..., object], ranks: int, *args: Any) -> None:
     """Run `body(*args)` on each rank; raise with every rank's traceback if one fails."""
-    weft.launch(body, args=args, ranks=ranks, kind="thread", timeout=60, collective_timeout=10)
+    weft.launch(body, args=args, ranks=ranks, kind="thread", timeout=60, collective_timeout=20)

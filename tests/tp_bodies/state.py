@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 def trained(steps: int) -> Language:
     """What a single process has after so many steps."""
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         train(model, optimizer, step)
     return model
@@ -90,7 +90,7 @@ def lay_out(tp: Any, model: nn.Module, layout: str) -> nn.Module:
 def save(tp: Any, path: str, layout: str) -> None:
     """Model and optimizer after two steps."""
     model = lay_out(tp, make_model(), layout)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(2):
         train(model, optimizer, step)
     assert_holds(model, trained(2))
@@ -101,7 +101,7 @@ def save(tp: Any, path: str, layout: str) -> None:
 def load(tp: Any, path: str, layout: str) -> None:
     """Into a model that lies otherwise, and go on as if nothing had been."""
     model = lay_out(tp, make_model(seed=5), layout)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])

@@ -280,10 +280,12 @@ def other_modules_are_refused(tp: Any) -> None:
 def reprs(tp: Any) -> None:
     """As torch writes them."""
     assert repr(tp.ColwiseParallel()) == (
-        "ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)"
+        "ColwiseParallel(input_layouts=(Replicate(),), "
+        "output_layouts=(Shard(dim=-1),), use_local_output=True)"
     )
     assert repr(tp.RowwiseParallel(output_layouts=Shard(0))) == (
-        "RowwiseParallel(input_layouts=(Shard(dim=-1),), output_layouts=(Shard(dim=0),), use_local_output=True)"
+        "RowwiseParallel(input_layouts=(Shard(dim=-1),), "
+        "output_layouts=(Shard(dim=0),), use_local_output=True)"
     )
     assert repr(tp.SequenceParallel()) == "SequenceParallel(sequence_dim=1, use_local_output=False)"
 

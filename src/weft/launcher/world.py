@@ -10,6 +10,8 @@ All private torch APIs of the launcher are here; tests/threads/test_launch_world
   own thread. When it moves, DTensor's caches mix up ranks.
 - `ShardingPropagator._fake_mode_lock`: one thread at a time infers shapes. When it moves, DTensor
   operations of several threads race on FakeTensorMode.
+- `tensor.debug._clear_sharding_prop_cache`: a process that gets a new world forgets DTensor's findings. When
+  it moves, DTensors of the new world come out on meshes of the old one.
 
 A world belongs to the thread that entered it. Threads which a rank starts itself
 see the process's own world, as all other threads do. While thread-ranks run, the
@@ -156,6 +158,15 @@ def destroy_groups() -> None:
             group.shutdown()
         return
     dist.destroy_process_group()
+    if not is_rank_thread():
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let DTensor forget what it found out by meshes of a world that is gone: the next world's are equal."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 def _world() -> Any:

@@ -136,7 +136,7 @@ def _shift(values: torch.Tensor, shard: ClassShard) -> tuple[torch.Tensor, torch
     else:
         sizes = [1 if dim == shard.dim else size for dim, size in enumerate(values.shape)]
         peak = values.new_full(sizes, -math.inf)
-    peak = torch.zeros_like(peak) if shard.num_own else peak*0
+    peak = shard.launch(peak, ReduceOp.MAX).wait()
     return values - peak, peak
 
 

@@ -3,6 +3,8 @@
 autograd adds a DTensor's gradient through DTensor's dispatcher, which takes longer than a small layer's
 matrix products. Where nobody could tell the difference the local gradient is put into `.grad`, or added
 to the local one there, and autograd gets nothing to add.
+
+Private names of torch, used here and nowhere else: `Tensor._use_count`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,19 @@ from weft.autograd import will_run
 from weft.tensors import make_dtensor
 
 
+def is_own(grad: torch.Tensor) -> bool:
+    """Whether nobody else has a gradient that autograd gave, so that it may become a parameter's.
+
+    Sums hand one tensor to all their addends, or an expanded one.
+    """
+    return grad._use_count() == 1 and grad.is_contiguous()  # type: ignore[attr-defined]
+
+
 def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
     """Add to a parameter's gradient; or return it as a DTensor, for autograd to do so.
 
-    `node` is where autograd would do it: where the parameter came into the graph.
+    `local` becomes the gradient's memory. `node` is where autograd would add it: where the parameter came
+    into the graph.
     """
     # What a graph has saved of a parameter may be a copy (checkpointing); the node knows the parameter.
     param = getattr(node, "variable", None)
