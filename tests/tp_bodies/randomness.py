@@ -99,6 +99,23 @@ def backward_draws_nothing(tp: Any) -> None:
         assert are_same(torch.rand(8))
 
 
+class Dropping(nn.LayerNorm):
+    """A norm that drops, too."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(input), 0.5, self.training)
+
+
+def modules_that_drop(tp: Any) -> None:
+    """Users' modules and whole sequences of modules draw their own on each rank."""
+    for make in (lambda: Dropping(8), lambda: nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))):
+        torch.manual_seed(0)
+        style = tp.SequenceParallel(use_local_output=True)
+        model = tp.parallelize_module(make().double(), make_mesh(), style)
+        assert are_different((model(numbers(*ROWS)) == 0).double())
+        assert are_same(torch.rand(8))
+
+
 def nothing_is_dropped_in_evaluation(tp: Any) -> None:
     dropout = make_dropout(tp).eval()
     given = ones()
@@ -244,6 +261,7 @@ BODIES: list[Callable[..., None]] = [
     masks_are_replayed,
     what_comes_behind_is_the_same,
     backward_draws_nothing,
+    modules_that_drop,
     nothing_is_dropped_in_evaluation,
     a_users_own,
     a_users_own_is_replayed,

@@ -87,12 +87,12 @@ def run_embedding(tp: Any, style: Any, case: Case) -> None:
 
 
 def colwise_embedding(tp: Any) -> None:
-    for case in cases("R S0 S1", "S-1 S0 S1 R"):
+    for case in cases("R S0 S1 S-1", "S-1 S0 S1 R"):
         run_embedding(tp, tp.ColwiseParallel, case)
 
 
 def rowwise_embedding(tp: Any) -> None:
-    for case in cases("R S0 S1", "R S0 S1 S-1"):
+    for case in cases("R S0 S1 S-1", "R S0 S1 S-1"):
         run_embedding(tp, tp.RowwiseParallel, case)
 
 

@@ -57,6 +57,7 @@ class Setting:
     is_checkpointed: bool | None = None
     max_norm: float | None = None
     micro_batches: int = 1
+    keeps_gradients: bool = False  # as zeros, instead of None
     vocabulary: int = VOCABULARY
 
     def __str__(self) -> str:
@@ -149,10 +150,6 @@ class LocalAdam:
         self.locals = [local_of(param).detach() for param in self.params]
         self.optimizer = torch.optim.Adam(self.locals, lr=lr)
 
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
     def step(self) -> None:
         for param, local in zip(self.params, self.locals, strict=True):
             is_sum = isinstance(param, DTensor) and any(each.is_partial() for each in param.grad.placements)
@@ -172,8 +169,8 @@ def train(tp: Any, setting: Setting, steps: int = STEPS, is_thorough: bool = Fal
     optimizers = [make(model.parameters(), lr=0.01), torch.optim.Adam(single.parameters(), lr=0.01)]
     place, num_parts = place_of(mesh, setting)
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        for each in (model, single):
+            each.zero_grad(set_to_none=not setting.keeps_gradients)
         losses = []
         for number, words in enumerate(batches(setting, step)):
             with sync_last(model, shared, setting, is_last=number == setting.micro_batches - 1):
@@ -234,6 +231,10 @@ VARIANTS = [
     Setting("ddp", micro_batches=2, has_cut_sequence=True),
     Setting("fully_shard", micro_batches=2, max_norm=0.01),
     Setting("replicate", micro_batches=2),
+    Setting("ddp", has_cut_sequence=True, keeps_gradients=True),
+    Setting("replicate", has_cut_sequence=True, keeps_gradients=True),
+    Setting("fully_shard", has_cut_sequence=True, keeps_gradients=True),
+    Setting("none", has_cut_sequence=True, keeps_gradients=True),
     Setting("ddp", is_tied=True),
     Setting("replicate", is_tied=True, has_cut_sequence=True),
     Setting("fully_shard as a whole", is_tied=True),

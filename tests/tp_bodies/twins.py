@@ -201,6 +201,7 @@ def normal(layout: Placement, num_dims: int) -> Placement:
 def pull_back(seen: torch.Tensor, cotangent: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> None:
     """Backward from an output that lies so, with this rank's part of the gradient."""
     part = part_of(cotangent, dual_of(layout), mesh)
+    before = part.clone()
     if isinstance(seen, DTensor):
         grad = DTensor.from_local(
             part,
@@ -213,6 +214,7 @@ def pull_back(seen: torch.Tensor, cotangent: torch.Tensor, layout: Placement, me
         seen.backward(grad)
     else:
         seen.backward(part)
+    assert torch.equal(part, before), "the gradient that came was written to"
 
 
 def check_input_gradient(
@@ -249,11 +251,13 @@ class Twin:
         given = make_input(full, given_layout, self.mesh)
         whole = full.clone().requires_grad_(full.is_floating_point())
         right = self.single(whole)
+        before = local_of(given).clone()
         seen = self.parallel(given)
         check_output(seen, right, output_layout, self.mesh, is_local)
         cotangent = numbers(*right.shape, seed=7, dtype=right.dtype)
         right.backward(cotangent)
         pull_back(seen, cotangent, output_layout, self.mesh)
+        assert torch.equal(local_of(given), before), "the input was written to"
         if full.is_floating_point():
             assert whole.grad is not None
             check_input_gradient(given, whole.grad, given_layout, self.mesh)

@@ -3,7 +3,8 @@
 Each function starts a collective and returns a Handle at once. `group` is the whole
 world unless given, roots are ranks of the world as in torch.distributed, `feature`
 says who calls, for records. torch.distributed's functions are looked up when they
-are called, so whoever replaces them is heard.
+are called, so whoever replaces them is heard. `is_waited` says that the caller does nothing before it waits:
+the call is done when it returns, which spares a handover between threads.
 
 Messages (messages.py) and objects (objects.py) pass the same way, through
 `launch_call` of door.py.
@@ -31,7 +32,12 @@ SUM = ReduceOp.SUM
 
 
 def all_reduce(
-    tensor: torch.Tensor, op: Any = SUM, group: ProcessGroup | None = None, *, feature: str = "user"
+    tensor: torch.Tensor,
+    op: Any = SUM,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Reduce the tensor over all ranks, in place."""
     group = resolve_group(group)
@@ -47,7 +53,7 @@ def all_reduce(
         "all_reduce",
         group,
         feature,
-        lambda: dist.all_reduce(tensor, op, group, async_op=True),
+        lambda: dist.all_reduce(tensor, op, group, async_op=not is_waited),
         tensor,
         (tensor,),
         (tensor,),
@@ -136,7 +142,12 @@ def all_gather(
 
 
 def all_gather_into_tensor(
-    out: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, *, feature: str = "user"
+    out: torch.Tensor,
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Copy every rank's tensor into one tensor on every rank, along dim 0."""
     group = resolve_group(group)
@@ -146,7 +157,7 @@ def all_gather_into_tensor(
         "all_gather_into_tensor",
         group,
         feature,
-        lambda: all_gather_single(out, tensor, group),
+        lambda: all_gather_single(out, tensor, group, is_waited=is_waited),
         out,
         (tensor,),
         (out,),
@@ -248,6 +259,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Reduce a tensor over all ranks and keep this rank's part of dim 0."""
     group = resolve_group(group)
@@ -257,7 +269,7 @@ def reduce_scatter_tensor(
         "reduce_scatter_tensor",
         group,
         feature,
-        lambda: reduce_scatter_single(out, tensor, op, group),
+        lambda: reduce_scatter_single(out, tensor, op, group, is_waited=is_waited),
         out,
         (tensor,),
         (out,),

@@ -31,6 +31,7 @@ def all_reduced(
     *,
     feature: str = "user",
     is_ours: bool = False,
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """The tensor reduced over all ranks. With `is_ours` its memory may be taken for the result."""
     group = resolve_group(group)
@@ -41,11 +42,11 @@ def all_reduced(
         )
     if not is_ours or not tensor.is_contiguous():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return collectives.all_reduce(tensor, op, group, feature=feature)
+    return collectives.all_reduce(tensor, op, group, feature=feature, is_waited=is_waited)
 
 
 def all_gathered(
-    tensor: torch.Tensor, group: ProcessGroup | None = None, *, feature: str = "user"
+    tensor: torch.Tensor, group: ProcessGroup | None = None, *, feature: str = "user", is_waited: bool = False
 ) -> Handle[torch.Tensor]:
     """Every rank's tensor, one after the other along dim 0."""
     group = resolve_group(group)
@@ -55,11 +56,16 @@ def all_gathered(
         return _launch_functional(
             "all_gather_into_tensor", group, feature, out, tensor, lambda: traced.gathered(tensor, group)
         )
-    return collectives.all_gather_into_tensor(out, tensor, group, feature=feature)
+    return collectives.all_gather_into_tensor(out, tensor, group, feature=feature, is_waited=is_waited)
 
 
 def reduce_scattered(
-    tensor: torch.Tensor, op: Any = SUM, group: ProcessGroup | None = None, *, feature: str = "user"
+    tensor: torch.Tensor,
+    op: Any = SUM,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """This rank's part, along dim 0, of the tensor reduced over all ranks."""
     group = resolve_group(group)
@@ -74,7 +80,7 @@ def reduce_scattered(
             tensor,
             lambda: traced.scattered(tensor, op_name(op), group),
         )
-    return collectives.reduce_scatter_tensor(out, tensor, op, group, feature=feature)
+    return collectives.reduce_scatter_tensor(out, tensor, op, group, feature=feature, is_waited=is_waited)
 
 
 def exchanged(

@@ -48,14 +48,19 @@ def launch_move(
     *,
     feature: str = "user",
     is_ours: bool = False,
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """What the rank has in the wanted layout of a tensor of which it has `local` in another.
 
     `full_size` is the whole's along the dim of a Shard that it has; chunks are taken to be equal without it.
-    With `is_ours` the memory of `local` may be taken for the result. Every rank of the group calls.
+    With `is_ours` the memory of `local` may be taken for the result; `is_waited` as in collectives.py. Every
+    rank of the group calls.
     """
     if have == want or group.size() == 1:
         return Handle((), local)
+    # By type: torch's placements take ten times as long to say what they are instances of.
+    if type(have) is Partial and type(want) is Replicate and have.reduce_op == "sum":
+        return all_reduced(local, group=group, feature=feature, is_ours=is_ours, is_waited=is_waited)
     check_layout(have)
     check_layout(want)
     if isinstance(want, Partial):
@@ -64,14 +69,13 @@ def launch_move(
             "ranks only by being computed as one."
         )
     if isinstance(have, Partial):
-        if isinstance(want, Shard):
-            return _launch_scatter(local, want.dim % local.ndim, group, feature)
-        return all_reduced(local, group=group, feature=feature, is_ours=is_ours)
+        assert isinstance(want, Shard)
+        return _launch_scatter(local, want.dim % local.ndim, group, feature, is_waited)
     if isinstance(have, Shard):
         dim = have.dim % local.ndim
         full_size = local.shape[dim] * group.size() if full_size is None else full_size
         if isinstance(want, Replicate):
-            return _launch_gather(local, dim, full_size, group, feature)
+            return _launch_gather(local, dim, full_size, group, feature, is_waited)
         assert isinstance(want, Shard)
         return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
     assert isinstance(want, Shard)
@@ -90,28 +94,30 @@ def check_layout(layout: Placement) -> None:
 
 
 def _launch_gather(
-    local: torch.Tensor, dim: int, full_size: int, group: ProcessGroup, feature: str
+    local: torch.Tensor, dim: int, full_size: int, group: ProcessGroup, feature: str, is_waited: bool
 ) -> Handle[torch.Tensor]:
     num_ranks = group.size()
     chunk = -(-full_size // num_ranks)
     padded = _pad(local, dim, chunk - local.shape[dim])
     if dim == 0:
-        handle = all_gathered(padded, group, feature=feature)
+        handle = all_gathered(padded, group, feature=feature, is_waited=is_waited)
         return handle if full_size == chunk * num_ranks else handle.then(lambda row: row[:full_size])
-    handle = all_gathered(padded.unsqueeze(0), group, feature=feature)
+    handle = all_gathered(padded.unsqueeze(0), group, feature=feature, is_waited=is_waited)
     return handle.then(lambda pile: pile.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, full_size))
 
 
-def _launch_scatter(full: torch.Tensor, dim: int, group: ProcessGroup, feature: str) -> Handle[torch.Tensor]:
+def _launch_scatter(
+    full: torch.Tensor, dim: int, group: ProcessGroup, feature: str, is_waited: bool
+) -> Handle[torch.Tensor]:
     num_ranks, full_size = group.size(), full.shape[dim]
     chunk = -(-full_size // num_ranks)
     own_size = chunk_sizes(full_size, num_ranks)[state_of(group).rank]
     padded = _pad(full, dim, chunk * num_ranks - full_size)
     if dim == 0:
-        handle = reduce_scattered(padded, group=group, feature=feature)
+        handle = reduce_scattered(padded, group=group, feature=feature, is_waited=is_waited)
         return handle if own_size == chunk else handle.then(lambda row: row[:own_size])
     pile = padded.unflatten(dim, (num_ranks, chunk)).movedim(dim, 0)
-    handle = reduce_scattered(pile, group=group, feature=feature)
+    handle = reduce_scattered(pile, group=group, feature=feature, is_waited=is_waited)
     return handle.then(lambda part: part[0].narrow(dim, 0, own_size))
 
 

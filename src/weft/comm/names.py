@@ -15,16 +15,20 @@ import torch.distributed as dist
 from weft.errors import ConfigError
 
 
-def all_gather_single(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def all_gather_single(
+    out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, is_waited: bool = False
+) -> Any:
     """Start torch's gather into one tensor."""
     start = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-    return start(out, tensor, group, async_op=True)
+    return start(out, tensor, group, async_op=not is_waited)
 
 
-def reduce_scatter_single(out: torch.Tensor, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+def reduce_scatter_single(
+    out: torch.Tensor, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, *, is_waited: bool = False
+) -> Any:
     """Start torch's reduce-scatter of one tensor."""
     start = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
-    return start(out, tensor, op, group, async_op=True)
+    return start(out, tensor, op, group, async_op=not is_waited)
 
 
 _OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft import comm
 from weft.errors import ConfigError
+from weft.local import LocalGroup
 
 FEATURE = "tp"  # in records
 
@@ -27,6 +28,9 @@ class Axis:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.size = self.group.size()
         self.rank = self.group.rank()
+        # Whether something else than the ranks' own threads moves data. On a local group of CPUs they do it
+        # themselves, and what is launched early only takes turns with the computation.
+        self.has_help = not (mesh.device_type == "cpu" and isinstance(self.group, LocalGroup))
 
     def whole_size(self, size: int, dim: int, where: str) -> int:
         """How large a tensor is along the dim that it is cut along, of which this rank has `size`.

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
-from weft.comm import Handle
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensors import local_of, make_dtensor, shaped_spec
@@ -92,7 +91,7 @@ def close_tensor(
     return make_dtensor(local, shaped_spec(axis.mesh, (layout,), shape, local))
 
 
-def launch(
+def move(
     local: torch.Tensor,
     have: Placement,
     want: Placement,
@@ -100,9 +99,11 @@ def launch(
     whole_size: int | None,
     *,
     is_ours: bool = False,
-) -> Handle[torch.Tensor]:
-    """Start what brings a local tensor into another layout."""
-    return comm.launch_move(local, have, want, axis.group, whole_size, feature=FEATURE, is_ours=is_ours)
+) -> torch.Tensor:
+    """A local tensor brought into another layout."""
+    return comm.launch_move(
+        local, have, want, axis.group, whole_size, feature=FEATURE, is_ours=is_ours, is_waited=True
+    ).wait()
 
 
 def cross(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
@@ -120,7 +121,7 @@ class _Cross(torch.autograd.Function):
         size = opened.whole_size
         if is_moved or not crossing.is_local:
             size = opened.size_along(axis, where)
-        moved = launch(opened.local, opened.layout, want, axis, size).wait()
+        moved = move(opened.local, opened.layout, want, axis, size)
         result_size = opened.local.shape[want.dim] if is_moved and isinstance(want, Shard) else size
         ctx.set_materialize_grads(False)
         ctx.crossing = crossing

@@ -16,8 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
+from weft import comm
 from weft.errors import ConfigError
-from weft.tensor_parallel.axis import Axis
+from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensor_parallel.crossing import (
     Crossing,
     Opened,
@@ -25,7 +26,7 @@ from weft.tensor_parallel.crossing import (
     counted,
     counterpart,
     cross,
-    launch,
+    move,
     open_tensor,
 )
 from weft.tensor_parallel.gradients import hand_over
@@ -114,7 +115,7 @@ class SplitLinear(torch.autograd.Function):
             moves = have != lie.needed
         if moves:
             size = Opened(local, have, size, is_plain=True).size_along(axis, call.where)
-            local = launch(local, have, lie.needed, axis, size).wait()
+            local = move(local, have, lie.needed, axis, size)
         w = weight._local_tensor
         b = bias._local_tensor if bias is not None and call.has_bias else None
         low = None  # the weight, where it is multiplied in another dtype
@@ -128,7 +129,7 @@ class SplitLinear(torch.autograd.Function):
         if lie.moves_output or not call.is_local:
             ctx.output_size = _whole_size(y, lie.wanted, weight.shape[0])
         if lie.moves_output:
-            y = launch(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True).wait()
+            y = move(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.lie, ctx.params = call, lie, (weight, bias)
         ctx.came = None if local is x else (have, moves)  # for others than plain inputs that stay as they are
@@ -161,10 +162,21 @@ class SplitLinear(torch.autograd.Function):
         grad_x, coming, grad_weight, grad_bias = None, None, None, None
         if needs_x:
             target = _grad_target(ctx, x)
-            grad_x = torch.mm(g2, w).view(local.shape)
+            grad_x = torch.mm(g2, w)
+            if local.ndim != 2:
+                grad_x = grad_x.view(local.shape)
             if target is not None:
                 axis = ctx.call.axis
-                coming = launch(grad_x, lie.grad_made, target, axis, weight.shape[1], is_ours=True)
+                coming = comm.launch_move(
+                    grad_x,
+                    lie.grad_made,
+                    target,
+                    axis.group,
+                    weight.shape[1],
+                    feature=FEATURE,
+                    is_ours=True,
+                    is_waited=not axis.has_help,
+                )
         if needs_weight:
             grad_weight = _give(torch.mm(g2.t(), x2), weight, nodes[1][0])
         if needs_bias:
@@ -197,7 +209,7 @@ def _bring_gradient(
     if isinstance(grad, DTensor):
         arrived = open_tensor(grad, have, call.axis, call.where)
         grad, have, output_size = arrived.local, arrived.layout, arrived.whole_size
-    return grad if have == needed else launch(grad, have, needed, call.axis, output_size).wait()
+    return grad if have == needed else move(grad, have, needed, call.axis, output_size)
 
 
 def _hand_back(grad: torch.Tensor, x: torch.Tensor, layout: Placement, axis: Axis) -> torch.Tensor:

@@ -1,0 +1,319 @@
+"""What could go wrong around a parallel module: hooks of nodes, errors inside, things put elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import weft
+from tests.tp_bodies.models import MLP, Stacked, gathering_plan, mlp_plan
+from tests.tp_bodies.twins import (
+    LAYOUTS,
+    Twin,
+    assert_close,
+    assert_same_gradients,
+    filled,
+    local_of,
+    make_mesh,
+    numbers,
+    part_of,
+    whole_of,
+)
+
+
+def node_of(param: torch.Tensor) -> Any:
+    """Where autograd adds the parameter's gradient."""
+    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def hooks_of_nodes(tp: Any) -> None:
+    """Libraries hook the node that accumulates: it is run once, and the gradient is there behind it."""
+    model, single = filled(MLP()), filled(MLP())
+    tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
+    seen: list[tuple[str, bool]] = []
+    nodes = {name: node_of(param) for name, param in model.named_parameters()}
+    for name, node in nodes.items():
+        param = model.get_parameter(name)
+        node.register_hook(lambda *_, name=name, param=param: seen.append((name, param.grad is not None)))
+    for each in (model, single):
+        each(numbers(4, 8)).square().sum().backward()
+    assert sorted(seen) == sorted((name, True) for name in nodes)
+    assert_same_gradients(model, single)
+
+
+def hooks_in_front_of_nodes(tp: Any) -> None:
+    """Such a hook sees the gradient itself, and may change it."""
+    model, single = filled(MLP()), filled(MLP())
+    tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
+    nodes = [node_of(param) for each in (model, single) for param in each.parameters()]
+    for node in nodes:
+        node.register_prehook(lambda grads: (grads[0] * 3,))
+    for each in (model, single):
+        each(numbers(4, 8)).square().sum().backward()
+    assert_same_gradients(model, single)
+
+
+def hooks_of_several_gradients(tp: Any) -> None:
+    twin = Twin(tp, filled(MLP()), make_mesh(), mlp_plan(tp))
+    seen: list[list[bool]] = []
+    params = list(twin.parallel.parameters())
+    torch.autograd.graph.register_multi_grad_hook(
+        params, lambda grads: seen.append([isinstance(grad, DTensor) for grad in grads])
+    )
+    twin.run(numbers(4, 8), Replicate(), Replicate())
+    assert seen == [[True] * len(params)]
+
+
+def backward_to_some(tp: Any) -> None:
+    """`backward(inputs=...)` leaves the others without a gradient."""
+    for name in ("net1.weight", "net1.bias", "net2.weight", "net2.bias"):
+        twin = Twin(tp, filled(MLP()), make_mesh(), mlp_plan(tp))
+        for each in (twin.parallel, twin.single):
+            rows = numbers(4, 8).requires_grad_()
+            each(rows).square().sum().backward(inputs=[each.get_parameter(name)])
+            assert rows.grad is None
+        twin.check()
+
+
+def frozen_between(tp: Any) -> None:
+    """A parameter that is frozen between forward and backward gets no gradient."""
+    twin = Twin(tp, filled(MLP()), make_mesh(), mlp_plan(tp))
+    for each in (twin.parallel, twin.single):
+        loss = each(numbers(4, 8).requires_grad_()).square().sum()
+        each.net1.weight.requires_grad_(False)
+        each.net2.bias.requires_grad_(False)
+        loss.backward()
+    twin.check()
+
+
+def gradients_that_were_there(tp: Any) -> None:
+    """What a user has of an old gradient is added to or left alone as in a single process."""
+    twin = Twin(tp, filled(MLP()), make_mesh(), mlp_plan(tp))
+    for set_to_none in (False, True):
+        twin.run(numbers(4, 8), Replicate(), Replicate())
+        kept = [(param.grad, local_of(param.grad).clone()) for param in twin.parallel.parameters()]
+        for each in (twin.parallel, twin.single):
+            each.zero_grad(set_to_none=set_to_none)
+        twin.run(numbers(4, 8, seed=3), Replicate(), Replicate())
+        if set_to_none:
+            assert all(torch.equal(local_of(grad), before) for grad, before in kept)
+
+
+def gradients_are_memory_of_their_own(tp: Any) -> None:
+    """No two gradients share memory, nor with what came back: a sum hands one tensor to all its parts."""
+    mesh = make_mesh()
+    model = filled(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    plan = {"0": tp.RowwiseParallel(), "1": tp.SequenceParallel(sequence_dim=0, use_local_output=True)}
+    tp.parallelize_module(model, mesh, plan)
+    cotangent = numbers(4, 8, seed=3)
+    first = model[0](part_of(numbers(4, 8), Shard(1), mesh))
+    first.backward(cotangent)
+    model[1](part_of(numbers(4, 8), Shard(0), mesh)).backward(cotangent[: 4 // mesh.size()])
+    memory = [local_of(param.grad).untyped_storage().data_ptr() for param in model.parameters()]
+    assert len({*memory, cotangent.untyped_storage().data_ptr()}) == len(memory) + 1
+
+
+def strides_of_all_kinds(tp: Any) -> None:
+    """Transposed and expanded inputs, and gradients that come so."""
+    mesh = make_mesh()
+    for plan, given in ((mlp_plan(tp), Replicate()), (gathering_plan(tp), Shard(0))):
+        twin = Twin(tp, filled(MLP()), mesh, plan)
+        full = numbers(8, 4).t()
+        weights = numbers(8, 4, seed=3)
+        for each, rows, factor in (
+            (twin.single, full, weights.t()),
+            (twin.parallel, part_of(full, given, mesh).t().clone().t(), part_of(weights.t(), given, mesh)),
+        ):
+            (each(rows).t() * factor.t()).sum().backward()
+        twin.check()
+        twin.zero()
+        row = numbers(8)
+        for each, size in ((twin.single, 4), (twin.parallel, part_of(full, given, mesh).shape[0])):
+            each(row.expand(size, 8)).sum().backward()
+        twin.check()
+
+
+def anomaly_mode(tp: Any) -> None:
+    """Of the process: not for threads."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        twin = Twin(tp, filled(Stacked()), make_mesh(), mlp_plan(tp, "layers.*."))
+        twin.run(numbers(4, 8), Replicate(), Replicate())
+
+
+def two_models(tp: Any) -> None:
+    """On four ranks: two models on two axes of one mesh, one behind the other."""
+    mesh = make_mesh(2, 2, names="dp tp")
+    models = [filled(MLP()), filled(MLP(), seed=1)]
+    singles = [filled(MLP()), filled(MLP(), seed=1)]
+    tp.parallelize_module(models[0], mesh["tp"], mlp_plan(tp))
+    tp.parallelize_module(models[1], mesh["dp"], mlp_plan(tp))
+    for first, second in (models, singles):
+        second(first(numbers(4, 8))).square().sum().backward()
+    for model, single in zip(models, singles, strict=True):
+        assert_same_gradients(model, single)
+
+
+class Failing(nn.Module):
+    """Raises once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+        self.fails = True
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+        return rows * self.gain
+
+
+def an_error_inside(tp: Any) -> None:
+    """Parameters are what they were, and the next forward is right."""
+    model = Failing()
+    twin = Twin(tp, filled(model), make_mesh(), tp.SequenceParallel(use_local_output=True))
+    before = model.gain
+    with pytest.raises(ZeroDivisionError):
+        model(numbers(2, 4, 8))
+    assert model.gain is before
+    assert isinstance(model.gain, DTensor)
+    twin.single.fails = False
+    twin.run(numbers(2, 8, 8), Shard(1), Shard(1))
+
+
+class Pair(nn.Module):
+    """Two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return rows * self.gain, {"more": rows + self.gain}
+
+
+# Where torch does otherwise, or nothing.
+
+
+def several_outputs_of_a_cut_sequence(tp: Any) -> None:
+    mesh = make_mesh()
+    for is_local in (True, False):
+        model, single = filled(Pair()), filled(Pair())
+        tp.parallelize_module(model, mesh, tp.SequenceParallel(use_local_output=is_local))
+        full = numbers(2, 8, 8)
+        seen, right = model(part_of(full, Shard(1), mesh)), single(full)
+        for mine, whole in ((seen[0], right[0]), (seen[1]["more"], right[1]["more"])):
+            assert isinstance(mine, DTensor) != is_local
+            assert_close(local_of(mine), part_of(whole.detach(), Shard(1), mesh), "output")
+        total = sum((each.to_local() if not is_local else each).sum() for each in (seen[0], seen[1]["more"]))
+        total.backward()
+        (right[0].sum() + right[1]["more"].sum()).backward()
+        assert_same_gradients(model, single)
+
+
+def a_style_inside_another(tp: Any) -> None:
+    """A cut sequence through a whole whose parts are in the plan too: right, or refused."""
+    model = filled(nn.Sequential(nn.LayerNorm(8), nn.Tanh(), nn.LayerNorm(8)))
+    single = filled(nn.Sequential(nn.LayerNorm(8), nn.Tanh(), nn.LayerNorm(8)))
+    style = tp.SequenceParallel(use_local_output=True)
+    mesh = make_mesh()
+    try:
+        tp.parallelize_module(model, mesh, {"": style, "0": tp.SequenceParallel(use_local_output=True)})
+    except weft.ConfigError:
+        assert type(model[0].weight.data) is torch.Tensor
+        return
+    full = numbers(2, 8, 8)
+    seen, right = model(part_of(full, Shard(1), mesh)), single(full)
+    assert_close(local_of(seen), part_of(right.detach(), Shard(1), mesh), "output")
+    seen.square().sum().backward()
+    right.square().sum().backward()
+    assert_same_gradients(model, single)
+
+
+def parameters_put_in_place(tp: Any) -> None:
+    """A plain tensor in the place of a split one is an error that names it; not of attributes."""
+    for name in ("weight", "bias"):
+        for style, given in ((tp.ColwiseParallel(), Replicate()), (tp.RowwiseParallel(), Shard(-1))):
+            model = filled(nn.Sequential(nn.Linear(8, 8)))
+            tp.parallelize_module(model, make_mesh(), {"0": style})
+            setattr(model[0], name, nn.Parameter(numbers(8, 8) if name == "weight" else numbers(8)))
+            with pytest.raises(weft.WeftError, match=name):
+                model(part_of(numbers(4, 8), given, make_mesh()))
+
+
+def parallel_after_sharding(tp: Any) -> None:
+    """fully_shard comes after tensor parallelism: the other way round is refused."""
+    model = filled(MLP())
+    weft.fully_shard(model, mesh=make_mesh())
+    before = dict(model.named_parameters())
+    with pytest.raises(weft.ConfigError, match="net[12]"):
+        tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def a_dtensor_of_another_mesh(tp: Any) -> None:
+    """On four ranks: what lies on other axes is refused by each style."""
+    mesh = make_mesh(2, 2, names="dp tp")
+    given = DTensor.from_local(numbers(4, 8), mesh["dp"], [Replicate()], run_check=False)
+    for module, style in (
+        (nn.Linear(8, 8), tp.ColwiseParallel()),
+        (nn.Linear(8, 8), tp.RowwiseParallel()),
+        (nn.LayerNorm(8), tp.SequenceParallel()),
+        (nn.Identity(), tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())),
+        (nn.Identity(), tp.PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())),
+    ):
+        model = tp.parallelize_module(filled(module), mesh["tp"], style)
+        with pytest.raises(weft.ConfigError, match="mesh"):
+            model(given)
+
+
+def inputs_of_another_dtype(tp: Any) -> None:
+    """An error as in a single process: nothing is cast without autocast."""
+    for name, given in (("ColwiseParallel", "R"), ("RowwiseParallel", "S-1")):
+        model = tp.parallelize_module(filled(nn.Linear(8, 8)), make_mesh(), getattr(tp, name)())
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(part_of(numbers(4, 8, dtype=torch.float32), LAYOUTS[given], make_mesh()))
+
+
+def a_sum_of_many(tp: Any) -> None:
+    """One parallel layer in several branches whose gradients are one tensor."""
+    mesh = make_mesh()
+    models = [filled(nn.Linear(8, 8)), filled(nn.Linear(8, 8))]
+    tp.parallelize_module(models[0], mesh, tp.ColwiseParallel())
+    outputs = []
+    for model in models:
+        rows = numbers(4, 8).requires_grad_()
+        output = model(rows) + model(rows) + model(rows * 2)
+        output.square().sum().backward()
+        outputs.append((output, rows.grad))
+    assert_close(whole_of(outputs[0][0], Shard(-1), mesh), outputs[1][0].detach(), "output")
+    assert_close(outputs[0][1], outputs[1][1], "gradient of the input")
+    assert_same_gradients(*models)
+
+
+BODIES: list[Callable[..., None]] = [
+    hooks_of_nodes,
+    hooks_in_front_of_nodes,
+    hooks_of_several_gradients,
+    backward_to_some,
+    frozen_between,
+    gradients_that_were_there,
+    gradients_are_memory_of_their_own,
+    strides_of_all_kinds,
+    an_error_inside,
+    inputs_of_another_dtype,
+    a_sum_of_many,
+]
+ON_FOUR: list[Callable[..., None]] = [two_models]
+WEFT_ONLY: list[Callable[..., None]] = [
+    several_outputs_of_a_cut_sequence,
+    a_style_inside_another,
+    parameters_put_in_place,
+    parallel_after_sharding,
+]
+WEFT_ONLY_ON_FOUR: list[Callable[..., None]] = [a_dtensor_of_another_mesh]
