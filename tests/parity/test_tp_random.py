@@ -93,7 +93,7 @@ def train(tp: Any, chain: Chain) -> None:
 
 
 @settings(
-    max_examples=150,
+    max_examples=80,
     derandomize=True,
     database=None,
     deadline=None,

@@ -308,8 +308,23 @@ def uneven_inputs(tp: Any) -> None:
         losses = [single(parts[each]).square().mean() for each in (0, 1) if step < counts[each]]
         (torch.stack(losses).sum() / 2).backward()
         optimizers[1].step()
-    if place == 1:  # the group that had rows to the end has made every step
-        assert_same_parameters(model, single)
+    assert_same_parameters(model, single)  # those that joined early have got the others' at the end
+
+
+def half_precision(tp: Any) -> None:
+    """fully_shard casts the parts of parameters to bfloat16; gradients and parameters stay in float32."""
+    mesh = make_mesh(2, dist.get_world_size() // 2, names="dp tp")
+    model, single = (filled(MLP(), dtype=torch.float32) for _ in range(2))
+    tp.parallelize_module(model, mesh["tp"], mlp_plan(tp))
+    policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    weft.fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    rows = numbers(4, 8, dtype=torch.float32)
+    seen = model(rows.chunk(2)[mesh.get_local_rank("dp")])
+    assert seen.dtype == torch.bfloat16
+    seen.float().square().mean().backward()
+    single(rows).square().mean().backward()
+    assert all(param.dtype == param.grad.dtype == torch.float32 for param in model.parameters())
+    assert_same_gradients(model, single, tolerance=5e-2)
 
 
 def parameters_for_users(tp: Any) -> None:
@@ -332,5 +347,6 @@ ON_FOUR: list[Callable[..., None]] = [
     the_seeds_case,
     hooks_of_communication,
     uneven_inputs,
+    half_precision,
     parameters_for_users,
 ]

@@ -251,7 +251,7 @@ def parallel_after_sharding(tp: Any) -> None:
     model = filled(MLP())
     weft.fully_shard(model, mesh=make_mesh())
     before = dict(model.named_parameters())
-    with pytest.raises(weft.ConfigError, match="net[12]"):
+    with pytest.raises(weft.ConfigError, match=r"net[12]"):
         tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
     assert all(param is before[name] for name, param in model.named_parameters())
 

@@ -22,7 +22,7 @@ from weft.comm.desync import DesyncCheck, desync_check, install_desync_check
 from weft.comm.fresh import all_gathered, all_reduced, exchanged, reduce_scattered
 from weft.comm.group import allocate
 from weft.comm.handle import Handle
-from weft.comm.layouts import check_layout, chunk_sizes, cut, launch_move
+from weft.comm.layouts import check_layout, chunk_sizes, cut, launch_move, local_in
 from weft.comm.messages import exchange, recv, send
 from weft.comm.objects import (
     all_gather_object,
@@ -68,6 +68,7 @@ __all__ = [
     "install_desync_check",
     "install_watcher",
     "launch_move",
+    "local_in",
     "record",
     "recv",
     "reduce",

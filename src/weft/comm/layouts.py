@@ -15,16 +15,18 @@ the first one's size and put in a row, have the whole at their beginning.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
 from weft.comm.fresh import all_gathered, all_reduced, exchanged, reduce_scattered
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
 from weft.errors import UnsupportedError
+from weft.tensors import local_of
 
 
 def chunk_sizes(full_size: int, num_chunks: int) -> list[int]:
@@ -83,14 +85,40 @@ def launch_move(
     return Handle((), part.contiguous())
 
 
+def local_in(tensor: DTensor, placements: Sequence[Placement], *, feature: str = "user") -> torch.Tensor:
+    """What this rank has of a DTensor in other placements on its mesh. Every rank of the mesh calls.
+
+    On one axis, and where sums are to be made, by the collectives of this file; else as DTensor does it.
+    """
+    pairs = list(zip(tensor.placements, placements, strict=True))
+    axes = [axis for axis, (have, want) in enumerate(pairs) if have != want]
+    is_simple = all(pair == (Partial(), Replicate()) for pair in (pairs[axis] for axis in axes)) or (
+        len(pairs) == 1 and _is_layout(pairs[0][0]) and _is_layout(pairs[0][1])
+    )
+    if not is_simple:
+        with torch.no_grad():
+            return local_of(tensor.redistribute(placements=placements))
+    local = local_of(tensor).detach()
+    for axis in axes:
+        have, want = pairs[axis]
+        size = tensor.shape[have.dim] if isinstance(have, Shard) else None
+        group = tensor.device_mesh.get_group(axis)
+        local = launch_move(local, have, want, group, size, feature=feature, is_waited=True).wait()
+    return local
+
+
 def check_layout(layout: Placement) -> None:
     """Raise for a layout that isn't one of the three."""
-    is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
-    if not is_sum and type(layout) not in (Replicate, Shard):
+    if not _is_layout(layout):
         raise UnsupportedError(
             f"tensors are moved between Replicate(), Shard(dim) and Partial() (a sum); got {layout}. "
             "Redistribute the DTensor to one of them first."
         )
+
+
+def _is_layout(layout: Placement) -> bool:
+    is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
+    return is_sum or type(layout) in (Replicate, Shard)
 
 
 def _launch_gather(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from weft import comm
 from weft.comm.group import state_of
@@ -114,17 +114,4 @@ def _settle(member: Member) -> None:
             f"{type(grad).__name__}{where}. A hook on it must return a DTensor on the parameter's own mesh."
         )
     with torch.no_grad():
-        param.grad = make_dtensor(_moved(grad, whole), whole)
-
-
-def _moved(grad: DTensor, whole: DTensorSpec) -> torch.Tensor:
-    """The local gradient in the parameter's placements."""
-    pairs = list(zip(grad.placements, whole.placements, strict=True))
-    axes = [axis for axis, (have, want) in enumerate(pairs) if have != want]
-    if any(pairs[axis] != (Partial(), Replicate()) for axis in axes):
-        return local_of(grad.redistribute(placements=whole.placements))
-    local = local_of(grad).detach()
-    for axis in axes:
-        group = whole.mesh.get_group(axis)
-        local = comm.launch_move(local, *pairs[axis], group, feature=FEATURE).wait()
-    return local
+        param.grad = member.shown(comm.local_in(grad, whole.placements, feature=FEATURE))

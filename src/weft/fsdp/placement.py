@@ -85,18 +85,7 @@ def local_gradient(grad: torch.Tensor, placement: Placement) -> torch.Tensor:
         _keep(have) if axis in placement.kept_dims else want
         for axis, (have, want) in enumerate(zip(grad.placements, placements, strict=True))
     )
-    return local_of(grad) if target == tuple(grad.placements) else _moved(grad, target)
-
-
-@torch.no_grad()
-def _moved(grad: DTensor, target: tuple[AxisPlacement, ...]) -> torch.Tensor:
-    """What this rank has of the gradient in other placements."""
-    if len(target) != 1:
-        return local_of(grad.redistribute(placements=target))
-    have = grad.placements[0]
-    size = grad.shape[have.dim] if isinstance(have, Shard) else None
-    group = grad.device_mesh.get_group()
-    return comm.launch_move(local_of(grad), have, target[0], group, size, feature="fsdp").wait()
+    return comm.local_in(grad, target, feature="fsdp")
 
 
 def smaller_spec(placement: Placement, smaller: DataMesh) -> DTensorSpec:

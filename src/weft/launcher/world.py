@@ -158,14 +158,21 @@ def destroy_groups() -> None:
             group.shutdown()
         return
     dist.destroy_process_group()
-    if not is_rank_thread():
-        _forget_meshes()
+    _forget_meshes()
 
 
 def _forget_meshes() -> None:
-    """Let DTensor forget what it found out by meshes of a world that is gone: the next world's are equal."""
-    if "torch.distributed.tensor" in sys.modules:
-        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+    """Let DTensor forget what it found out by meshes of a world that is gone: the next world's are equal.
+
+    What C++ keeps for each thread goes in any case: torch 2.11 may lock up when two threads end that have
+    some.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+    if is_rank_thread():
+        debug._clear_fast_path_sharding_prop_cache()
+    else:
         debug._clear_sharding_prop_cache()
 
 

@@ -1,4 +1,7 @@
-"""parallelize_module: split a module over an axis of a mesh, as a plan says."""
+"""parallelize_module: split a module over an axis of a mesh, as a plan says.
+
+Private names of torch, used here and nowhere else: `device_mesh._mesh_resources` (the mesh that was entered).
+"""
 
 from __future__ import annotations
 
@@ -76,11 +79,9 @@ def _resolve_steps(
     modules = dict(module.named_modules(remove_duplicate=False))
     matches, misses = plan_matches(plan, list(modules))
     if misses and strict:
-        raise ConfigError(
-            "\n".join(miss.words() for miss in misses).replace(", skipping this plan entry", "")
-        )
+        raise ConfigError("\n".join(miss.words(is_skipped=False) for miss in misses))
     for miss in misses:
-        warnings.warn(miss.words(), stacklevel=3)
+        warnings.warn(miss.words(is_skipped=True), stacklevel=3)
     steps: list[Step] = []
     taken: set[tuple[str, int]] = set()
     for pattern, name, style in matches:

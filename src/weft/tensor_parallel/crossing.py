@@ -106,9 +106,24 @@ def move(
     ).wait()
 
 
+def as_result(local: torch.Tensor) -> torch.Tensor:
+    """What an autograd function made, so that users may write to it: not as a view, which they couldn't."""
+    return torch.ops.aten._unsafe_view(local, local.shape) if local._is_view() else local
+
+
 def cross(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
     """Bring a tensor over the border, where autograd will bring its gradient back."""
+    if crossing.is_local and not isinstance(tensor, DTensor) and _changes_nothing(tensor.ndim, crossing):
+        return tensor
     return _Cross.apply(tensor, crossing)  # type: ignore[no-any-return]
+
+
+def _changes_nothing(ndim: int, crossing: Crossing) -> bool:
+    """Whether a plain tensor comes out as it goes in, and its gradient too."""
+    if crossing.axis.size == 1:
+        return True
+    is_same = crossing.want is None or counted(crossing.want, ndim) == counted(crossing.have, ndim)
+    return is_same and crossing.grad is None and not isinstance(crossing.have, Partial)
 
 
 class _Cross(torch.autograd.Function):
@@ -130,8 +145,8 @@ class _Cross(torch.autograd.Function):
         # A DTensor that wasn't moved takes its gradient as it comes.
         ctx.target = counterpart(opened.layout) if opened.is_plain or is_moved else None
         ctx.is_plain, ctx.is_addend = opened.is_plain, isinstance(opened.layout, Partial)
-        if moved is opened.local:  # autograd writes on what is returned, and it is another's
-            moved = moved.view_as(moved)
+        # Autograd writes on what is returned; what wasn't moved is another's.
+        moved = moved.view_as(moved) if moved is opened.local else as_result(moved)
         return close_tensor(moved, want, result_size, axis, is_local=crossing.is_local)
 
     @staticmethod

@@ -4,7 +4,7 @@ autograd adds a DTensor's gradient through DTensor's dispatcher, which takes lon
 matrix products. Where nobody could tell the difference the local gradient is put into `.grad`, or added
 to the local one there, and autograd gets nothing to add.
 
-Private names of torch, used here and nowhere else: `Tensor._use_count`.
+A hook in front of the node that adds (`node.register_prehook`) can't be seen: it gets None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from weft.autograd import will_run
-from weft.tensors import make_dtensor
+from weft.tensors import is_sole_owner, make_dtensor
 
 
 def is_own(grad: torch.Tensor) -> bool:
@@ -24,7 +24,7 @@ def is_own(grad: torch.Tensor) -> bool:
 
     Sums hand one tensor to all their addends, or an expanded one.
     """
-    return grad._use_count() == 1 and grad.is_contiguous()  # type: ignore[attr-defined]
+    return grad.is_contiguous() and is_sole_owner(grad)
 
 
 def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
@@ -50,7 +50,8 @@ def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | No
 def _is_free(param: Any, node: Any) -> bool:
     """Whether autograd would add to the parameter now, and no hook would hear of it."""
     return (
-        not param._backward_hooks
+        param.requires_grad
+        and not param._backward_hooks
         and not param._post_accumulate_grad_hooks
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()

@@ -27,9 +27,9 @@ def init_parameters(module: nn.Module, *, seed: int | None = None) -> None:
     """Reset all parameters as a single process with this seed would, whatever their placements.
 
     Every module that has parameters of its own is asked to `reset_parameters`, in the order of
-    `module.modules()`, on whole tensors, one module's at a time; each rank keeps its part. Ranks agree on a
-    seed unless one is given: those of the meshes that parameters lie on; give one where there are several
-    tensor-parallel groups. A module made on the meta device is given memory first:
+    `module.modules()`, on whole tensors, those of one module and the ones in it at a time; each rank keeps
+    its part. Ranks agree on a seed unless one is given: those of the meshes that parameters lie on; give one
+    where there are several tensor-parallel groups. A module made on the meta device is given memory first:
     `module.to_empty(device=...)`.
     """
     parts = list(_resettable_parts(module))
@@ -78,9 +78,12 @@ def _reset(part: nn.Module) -> None:
     finally:
         for held, name, param in slots:
             held[name] = param
+    own = {id(param) for param in part._parameters.values()}
     with torch.no_grad():
         for _, _, param in slots:
-            local_of(param).copy_(_own_part(wholes[id(param)].data, param))
+            whole = wholes[id(param)]
+            if id(param) in own or whole._version > 0:  # of modules inside, only what was written to
+                local_of(param).copy_(_own_part(whole.data, param))
 
 
 def _whole(param: DTensor) -> nn.Parameter:
@@ -102,7 +105,7 @@ def _agree_on_seed(module: nn.Module) -> int:
     for param in module.parameters():
         if isinstance(param, DTensor) and param.device_mesh not in meshes:
             meshes.append(param.device_mesh)
-    seed = torch.randint(2**62, (1,))
+    seed = torch.randint(2**62, (1,), generator=torch.default_generator, device="cpu")
     for mesh in meshes:
         for group in mesh.get_all_groups():
             drawn = comm.exchange_rows(seed.tolist(), group, feature=FEATURE, name="seed")
@@ -119,5 +122,7 @@ def _seeded(seed: int, device: torch.device) -> Generator[None]:
     """Draw from this seed while the block runs; the generators are as before afterwards."""
     is_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if not is_cpu:
+            torch.get_device_module(device).manual_seed(seed)
         yield

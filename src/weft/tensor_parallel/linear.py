@@ -22,6 +22,7 @@ from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensor_parallel.crossing import (
     Crossing,
     Opened,
+    as_result,
     close_tensor,
     counted,
     counterpart,
@@ -31,6 +32,7 @@ from weft.tensor_parallel.crossing import (
 )
 from weft.tensor_parallel.gradients import hand_over
 from weft.tensor_parallel.opening import open_param
+from weft.tensors import local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +119,16 @@ class SplitLinear(torch.autograd.Function):
             size = Opened(local, have, size, is_plain=True).size_along(axis, call.where)
             local = move(local, have, lie.needed, axis, size)
         w = weight._local_tensor
-        b = bias._local_tensor if bias is not None and call.has_bias else None
+        b = local_of(bias) if bias is not None and call.has_bias else None
         low = None  # the weight, where it is multiplied in another dtype
         if torch.is_autocast_enabled(local.device.type):
             local, low, b = _cast_for_autocast(local, w, b)
             w = low
         if local.shape[-1] != w.shape[1]:
             raise _misfit(local, w, call)
-        y = nn_functional.linear(local, w, b)
+        y = nn_functional.linear(_as_matrix(local), w, b)
+        if local.ndim != 2:
+            y = y.view(*local.shape[:-1], w.shape[0])
         ctx.output_size = None
         if lie.moves_output or not call.is_local:
             ctx.output_size = _whole_size(y, lie.wanted, weight.shape[0])
@@ -137,7 +141,7 @@ class SplitLinear(torch.autograd.Function):
         # weight autograd tells whether it was changed since.
         ctx.save_for_backward(x, weight, local, low)
         if call.is_local:
-            return y
+            return as_result(y)
         return close_tensor(y, lie.wanted, ctx.output_size, axis, is_local=False)
 
     @staticmethod
@@ -158,6 +162,8 @@ class SplitLinear(torch.autograd.Function):
         if grad.dtype != w.dtype:
             grad = grad.to(w.dtype)
         g2, x2 = _as_matrix(grad), _as_matrix(local)
+        if w.is_complex():
+            w, x2 = w.conj(), x2.conj()
         nodes = ctx.next_functions
         grad_x, coming, grad_weight, grad_bias = None, None, None, None
         if needs_x:

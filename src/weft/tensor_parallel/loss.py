@@ -24,6 +24,7 @@ from weft import comm
 from weft.errors import ConfigError, ConfigTypeError, UnfitError, UnsupportedError
 from weft.tensor_parallel import class_shards
 from weft.tensor_parallel.class_shards import HALVES, Aims, ClassShard, make_aims, wide_dtype
+from weft.tensor_parallel.ids import check_ids
 from weft.tensors import contiguous_strides, local_of
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -190,7 +191,8 @@ class _Border:
                 f"Expected input batch_size ({sizes}, the shape of this rank's logits without classes) to "
                 f"match target batch_size ({list(ids.shape)})."
             )
-        _check_targets(ids, shard.num_classes, ignore_index)
+        words = f"Target {{}} is out of bounds. There are {shard.num_classes} classes."
+        check_ids(ids, shard.num_classes, words, ignored=ignore_index)
         weights = None
         if weight is not None:
             weights = _open_argument(weight, "weight", (Replicate(),) * mesh.ndim, mesh)
@@ -267,13 +269,3 @@ def _open_argument(
             "rank's part. Wrap it with DTensor.from_local or distribute_tensor."
         )
     return tensor
-
-
-def _check_targets(ids: torch.Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raise for a class that no rank has: nobody else would notice. On a GPU the device raises, later."""
-    is_right = (ids == ignore_index) | ((ids >= 0) & (ids < num_classes))
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(is_right.all())  # type: ignore[attr-defined]
-    elif not is_right.all():
-        wrong = int(ids[~is_right][0])
-        raise IndexError(f"Target {wrong} is out of bounds. There are {num_classes} classes.")

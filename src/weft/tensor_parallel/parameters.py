@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from weft import comm
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
-from weft.tensors import make_parameter, make_spec
+from weft.tensors import make_parameter, shaped_spec
 
 
 def param_at(module: nn.Module, name: str) -> Any:
@@ -35,6 +35,11 @@ def check_param(name: str, param: Any, layout: Placement, axis: Axis, where: str
                 "once, before replicate, DistributedDataParallel or fully_shard; tied parameters need styles "
                 "that place them alike."
             )
+    elif param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ConfigError(
+            f"{where}: '{name}' has hooks, which a DTensor in its place would not have: the user's, or those "
+            "of DistributedDataParallel or replicate. Parallelize first, and register hooks afterwards."
+        )
     elif isinstance(layout, Shard) and not -param.ndim <= layout.dim < param.ndim:
         raise ConfigError(f"{where}: '{name}' has shape {tuple(param.shape)}, which has no dim {layout.dim}.")
 
@@ -55,8 +60,8 @@ def distribute_param(
         # A copy, so that the whole can be freed.
         local = comm.cut(data, layout.dim, axis.size, axis.rank).clone(memory_format=torch.contiguous_format)
     else:
-        local = data
-    spec = make_spec(axis.mesh, (layout,), data.contiguous() if not data.is_contiguous() else data)
+        local = data.contiguous()
+    spec = shaped_spec(axis.mesh, (layout,), data.shape, local)
     return make_parameter(local, spec, requires_grad=param.requires_grad)
 
 

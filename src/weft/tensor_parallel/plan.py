@@ -20,12 +20,13 @@ class Miss:
     token: str  # the first part that doesn't match
     near: tuple[str, ...]  # names that are there, the most alike first
 
-    def words(self) -> str:
+    def words(self, *, is_skipped: bool) -> str:
         """What to tell the user: torch's own words, and what may have been meant."""
         near = f" Did you mean {' or '.join(map(repr, self.near))}?" if self.near else ""
+        end = ", skipping this plan entry" if is_skipped else ""
         return (
             f"Parallelize plan key '{self.name}' could not be resolved: no submodule matching token "
-            f"'{self.token}', skipping this plan entry.{near}"
+            f"'{self.token}'{end}.{near}"
         )
 
 

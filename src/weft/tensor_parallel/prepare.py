@@ -147,16 +147,35 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
 
-class _InputHook:
+class _Hook:
+    """Brings tensors over as a style says."""
+
+    kind: str
+
+    def __init__(self, style: Any, axis: Axis, where: str) -> None:
+        self.style, self.axis, self.where = style, axis, where
+
+    def bring(self, value: Any, have: Placement | None, want: Placement | None) -> Any:
+        """One tensor in the layout that is wanted, or a value that is left alone."""
+        if have is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise RefusedError(
+                f"{self.where}: expecting {self.kind} to be a torch.Tensor! Got {type(value).__name__}; give "
+                "None as its layout."
+            )
+        return cross(value, Crossing(self.axis, have, want, self.style.use_local_output, self.where))
+
+
+class _InputHook(_Hook):
     """Brings inputs over before the module runs."""
 
-    def __init__(self, style: PrepareModuleInput, axis: Axis, where: str) -> None:
-        self.style, self.axis, self.where = style, axis, where
+    kind = "input"
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        style = self.style
+        style: PrepareModuleInput = self.style
         if style.input_layouts is not None:
             assert style.desired_input_layouts is not None
             if len(args) != len(style.input_layouts):
@@ -166,29 +185,22 @@ class _InputHook:
                     "of an input to be left alone."
                 )
             pairs = zip(style.input_layouts, style.desired_input_layouts, strict=True)
-            args = tuple(self._bring(arg, *pair) for arg, pair in zip(args, pairs, strict=True))
+            args = tuple(self.bring(arg, *pair) for arg, pair in zip(args, pairs, strict=True))
         by_name = style.input_kwarg_layouts
         kwargs = {
-            name: self._bring(arg, by_name.get(name), style.desired_input_kwarg_layouts.get(name))
+            name: self.bring(arg, by_name.get(name), style.desired_input_kwarg_layouts.get(name))
             for name, arg in kwargs.items()
         }
         return args, kwargs
 
-    def _bring(self, value: Any, have: Placement | None, want: Placement | None) -> Any:
-        if have is None:
-            return value
-        _check_tensor(value, "input", self.where)
-        return cross(value, Crossing(self.axis, have, want, self.style.use_local_output, self.where))
 
-
-class _OutputHook:
+class _OutputHook(_Hook):
     """Brings outputs over after the module ran."""
 
-    def __init__(self, style: PrepareModuleOutput, axis: Axis, where: str) -> None:
-        self.style, self.axis, self.where = style, axis, where
+    kind = "output"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-        style = self.style
+        style: PrepareModuleOutput = self.style
         given: tuple[Any, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
         if len(given) != len(style.output_layouts):
             raise ConfigError(
@@ -197,14 +209,8 @@ class _OutputHook:
                 "be left alone."
             )
         pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
-        brought = tuple(self._bring(output, *pair) for output, pair in zip(given, pairs, strict=True))
+        brought = tuple(self.bring(output, *pair) for output, pair in zip(given, pairs, strict=True))
         return brought[0] if len(brought) == 1 else brought
-
-    def _bring(self, value: Any, have: Placement | None, want: Placement | None) -> Any:
-        if have is None:
-            return value
-        _check_tensor(value, "output", self.where)
-        return cross(value, Crossing(self.axis, have, want, self.style.use_local_output, self.where))
 
 
 def _as_tuple(layouts: Placement | Layouts | None) -> Layouts | None:
@@ -220,11 +226,3 @@ def _check_pairs(have: Layouts, want: Layouts, name: str) -> None:
     for layout in (*have, *want):
         if layout is not None:
             check_is_layout(layout)
-
-
-def _check_tensor(value: Any, kind: str, where: str) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise RefusedError(
-            f"{where}: expecting {kind} to be a torch.Tensor! Got {type(value).__name__}; give None as its "
-            "layout."
-        )

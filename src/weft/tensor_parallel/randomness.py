@@ -25,6 +25,9 @@ _ONE_DRAW = 4  # the least that the count of a device's generator goes on by
 def local_randomness(mesh: DeviceMesh, device: torch.device | str | None = None) -> Generator[None]:
     """Let this rank draw numbers of its own while the block runs: for dropout over a part of a tensor.
 
+    Ranks that are threads of one process share its generator, so that their numbers depend on who comes
+    first.
+
     `device` is whose generator is meant; the mesh's unless given.
     """
     kind = torch.device(mesh.device_type if device is None else device)
@@ -36,7 +39,7 @@ def local_randomness(mesh: DeviceMesh, device: torch.device | str | None = None)
 @contextmanager
 def _drawing_apart(rank: int) -> Generator[None]:
     generator = torch.default_generator
-    shared = int(torch.randint(2**62, ()))
+    shared = int(torch.randint(2**62, (), generator=generator, device="cpu"))
     after = generator.get_state()
     generator.manual_seed(_mixed(shared, 0, rank))
     try:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
-from weft.errors import ConfigTypeError, StateError
+from weft.errors import ConfigError, ConfigTypeError, StateError
 from weft.modules import attach, attached, give_class
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, cross
+from weft.tensor_parallel.ids import check_ids
 from weft.tensor_parallel.linear import LinearCall, SplitLinear, once_in_sum
 from weft.tensor_parallel.opening import opened_params
 from weft.tensor_parallel.randomness import local_randomness
@@ -82,10 +83,12 @@ class LinearRunner:
                 f"{self.call.where}: a linear layer has one input; got {len(rest)} more, and "
                 f"{sorted(kwargs)}."
             )
-        weight = module.weight
+        weight, bias = module.weight, module.bias
         if not isinstance(weight, DTensor):
             check_split(weight, "weight", self.call.where)
-        return SplitLinear.apply(x, weight, module.bias, self.call)
+        if bias is not None and not isinstance(bias, DTensor):
+            check_split(bias, "bias", self.call.where)
+        return SplitLinear.apply(x, weight, bias, self.call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,39 +102,50 @@ class LocalRunner:
     is_local: bool
     grad_layout: Placement | None = None  # in which parameters' gradients come; None: as they lie
     draws: bool = False  # whether it may draw random numbers
+    width: int | None = None  # of the whole output along the dim of `made`, where the module tells
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output."""
         x, rest = first_input(args, kwargs, self.entry.where)
         local = cross(x, self.entry)
+        rest, kwargs = map_tensors(self._open, (rest, kwargs))
         is_random = self.draws and module.training
         with (
             opened_params(module, self.axis, self.grad_layout, self._change_param),
             local_randomness(self.axis.mesh, local.device) if is_random else nullcontext(),
         ):
             outputs = own_forward(module, (local, *rest), kwargs)
-        return map_tensors(lambda output: self._leave(output, x, local, module), outputs)
+        return map_tensors(lambda output: self._leave(output, x, local), outputs)
+
+    def _open(self, other: torch.Tensor) -> torch.Tensor:
+        """Another input: a DTensor can't be computed with beside local tensors."""
+        is_ours = isinstance(other, DTensor) and other.device_mesh == self.axis.mesh
+        return cross(other, self.entry) if is_ours else other
 
     def _change_param(self, name: str, local: torch.Tensor) -> torch.Tensor:
         is_in_every_addend = isinstance(self.made, Partial) and name == "bias"
         return once_in_sum(local, self.axis) if is_in_every_addend else local
 
-    def _leave(self, output: torch.Tensor, x: torch.Tensor, local: torch.Tensor, module: Any) -> torch.Tensor:
-        size = whole_output_size(output, x, local, self.made, module)
+    def _leave(self, output: torch.Tensor, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.made, Shard) and not -output.ndim <= self.made.dim < output.ndim:
+            raise ConfigError(
+                f"{self.entry.where}: an output has shape {tuple(output.shape)}, and must have the dim that "
+                f"inputs are split along, {self.made.dim}. Compute such values outside of the module."
+            )
+        size = self.width
+        if size is None:
+            size = whole_output_size(output, x, local, self.made)
         way = Crossing(self.axis, self.made, self.output, self.is_local, self.entry.where, whole_size=size)
         return cross(output, way)
 
 
 def whole_output_size(
-    output: torch.Tensor, x: torch.Tensor, local: torch.Tensor, made: Placement, module: Any
+    output: torch.Tensor, x: torch.Tensor, local: torch.Tensor, made: Placement
 ) -> int | None:
-    """The size of the whole output along the dim of its cut, where the module or its input tells."""
+    """The size of the whole output along the dim of its cut, where the input tells."""
     if not isinstance(made, Shard):
         return None
     dim = made.dim % output.ndim
-    for name in ("out_features", "embedding_dim"):
-        if dim == output.ndim - 1 and made.dim < 0 and hasattr(module, name):
-            return getattr(module, name)
     if isinstance(x, DTensor) and x.ndim == output.ndim and output.shape[dim] == local.shape[dim]:
         return x.shape[dim]
     return None
@@ -153,7 +167,7 @@ class SplitEmbeddingRunner:
         check_split(module.weight, "weight", where)
         ids = cross(ids, self.entry)
         num_rows = module.weight.shape[0]
-        check_ids(ids, num_rows, where)
+        check_ids(ids, num_rows, f"{where}: index out of range in self: {{}}, of {num_rows} rows.")
         sizes = comm.chunk_sizes(num_rows, self.axis.size)
         start, size = sum(sizes[: self.axis.rank]), sizes[self.axis.rank]
         is_others = (ids < start) | (ids >= start + size)
@@ -177,21 +191,6 @@ def _own_index(index: int | None, start: int, size: int) -> int | None:
 def _with_a_row(name: str, local: torch.Tensor) -> torch.Tensor:
     """A rank without rows looks up one of zeros."""
     return local if local.shape[0] else local.new_zeros(1, *local.shape[1:]) + local.sum()
-
-
-def check_ids(ids: torch.Tensor, num_rows: int, where: str) -> None:
-    """Raise for an index that no rank has: its embedding would be zero. On a GPU the device raises later."""
-    if ids.numel() == 0:
-        return
-    if ids.device.type != "cpu":
-        torch._assert_async(((ids >= 0) & (ids < num_rows)).all())  # type: ignore[attr-defined]
-        return
-    low, high = torch.aminmax(ids)
-    if low < 0 or high >= num_rows:
-        raise IndexError(
-            f"{where}: index out of range in self: indices go from {int(low)} to {int(high)}, and the "
-            f"embedding has {num_rows} rows."
-        )
 
 
 def check_split(param: Any, name: str, where: str) -> None:

@@ -31,8 +31,8 @@ from weft.tensor_parallel.running import (
     replicated_entry,
 )
 
-# Of these it is known that they draw no random numbers.
-_DRAWS_NOTHING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Identity)
+# Of these forwards it is known that they draw no random numbers.
+_DRAWS_NOTHING = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward, nn.Identity.forward)
 
 
 class ParallelStyle(ABC):
@@ -167,7 +167,9 @@ class ColwiseParallel(_FeatureStyle):
                 LinearCall(axis, (have, want), where, is_colwise=True, is_local=self.use_local_output)
             )
         entry = replicated_entry(axis, have, where, is_summed=True)
-        return LocalRunner(axis, entry, Shard(-1), want, self.use_local_output)
+        # Another forward may give another width.
+        width = module.embedding_dim if type(module).forward is nn.Embedding.forward else None
+        return LocalRunner(axis, entry, Shard(-1), want, self.use_local_output, width=width)  # type: ignore[arg-type]
 
 
 class RowwiseParallel(_FeatureStyle):
@@ -224,7 +226,7 @@ class SequenceParallel(SplittingStyle):
         """The module on its part of the sequence."""
         layout = self.sequence_sharding[0]
         entry = Crossing(axis, layout, layout, True, where)
-        draws = not isinstance(module, _DRAWS_NOTHING)
+        draws = type(module).forward not in _DRAWS_NOTHING
         return LocalRunner(axis, entry, layout, None, self.use_local_output, Partial(), draws)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from weft.tensors.flat import (
     copy_all,
     dense_strides,
     grads_of,
+    is_sole_owner,
     use_count,
     view_in,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "dense_strides",
     "find_tensors",
     "grads_of",
+    "is_sole_owner",
     "local_of",
     "make_dtensor",
     "make_parameter",

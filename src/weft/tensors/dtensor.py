@@ -3,8 +3,8 @@
 A DTensor is a local tensor and a spec, which says how the whole lies on the mesh. Nothing is sent here,
 and autograd knows nothing of what is done here.
 
-Private torch names, here and in fsdp/placement.py only: `DTensorSpec`, `TensorMeta`, `DTensor._spec`,
-`DTensor._local_tensor`, `DTensor.__new__` without `__init__`, `AsyncCollectiveTensor`.
+Private torch names, here only: `TensorMeta`, `DTensor.__new__` without `__init__`, `AsyncCollectiveTensor`.
+`DTensorSpec`, `DTensor._spec` and `DTensor._local_tensor` are read by the features as well.
 """
 
 from __future__ import annotations
