@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,25 +84,26 @@ def masks_are_replayed(device: str) -> None:
 
 
 def a_generator_goes_on(device: str) -> None:
-    """As it was where nothing was drawn; else elsewhere, the same on every rank. Errors change nothing."""
+    """By one draw, whatever this rank has drawn in between, nothing and an error included."""
     mesh = mesh_on(device)
-    generator = (
-        torch.get_device_module(device).default_generators[0] if device != "cpu" else torch.default_generator
-    )
+    generator = torch.default_generator
+    if device != "cpu":
+        generator = torch.get_device_module(device).default_generators[0]
+    states: list[torch.Tensor] = []
+    for num_drawn in (0, 1, 1000, 10 * (dist.get_rank() + 1)):
+        torch.manual_seed(5)
+        before = generator.get_state()
+        with tp.local_randomness(mesh):
+            torch.rand(num_drawn, device=device)
+        states.append(generator.get_state())
+        assert not torch.equal(states[-1], before)
+        assert generator.initial_seed() == 5
     torch.manual_seed(5)
-    before = generator.get_state()
-    with tp.local_randomness(mesh):
-        pass
-    assert torch.equal(generator.get_state(), before)
-    with tp.local_randomness(mesh):
-        torch.rand(1000, device=device)
-    after = generator.get_state()
-    assert not torch.equal(after, before)
-    assert are_same(after)
     with pytest.raises(ZeroDivisionError), tp.local_randomness(mesh):
         raise ZeroDivisionError
-    assert torch.equal(generator.get_state(), after)
-    assert generator.initial_seed() == 5
+    states.append(generator.get_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert are_same(states[0])
 
 
 def uneven_parts_draw_alike_afterwards(device: str) -> None:

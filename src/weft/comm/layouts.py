@@ -82,7 +82,8 @@ def launch_move(
         return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
     assert isinstance(want, Shard)
     part = cut(local, want.dim % local.ndim, group.size(), state_of(group).rank)
-    return Handle((), part.contiguous())
+    # Memory of its own: who gets it may write to it, and the whole may be freed.
+    return Handle((), part.clone(memory_format=torch.contiguous_format))
 
 
 def local_in(tensor: DTensor, placements: Sequence[Placement], *, feature: str = "user") -> torch.Tensor:

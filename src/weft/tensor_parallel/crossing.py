@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
+from weft.comm import Handle
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensors import local_of, make_dtensor, shaped_spec
@@ -43,12 +44,6 @@ class Opened:
     layout: Placement
     whole_size: int | None  # along the dim of a Shard, where it is known
     is_plain: bool  # whether it came as a plain tensor
-
-    def size_along(self, axis: Axis, where: str) -> int | None:
-        """The whole's size along the dim that it is cut along; asks the other ranks where nobody knows."""
-        if self.whole_size is not None or not isinstance(self.layout, Shard):
-            return self.whole_size
-        return axis.whole_size(self.local.shape[self.layout.dim], self.layout.dim, where)
 
 
 def counterpart(layout: Placement) -> Placement:
@@ -91,19 +86,40 @@ def close_tensor(
     return make_dtensor(local, shaped_spec(axis.mesh, (layout,), shape, local))
 
 
+def launch(
+    local: torch.Tensor,
+    way: tuple[Placement, Placement],
+    axis: Axis,
+    whole_size: int | None,
+    *,
+    is_ours: bool = False,
+    is_waited: bool = False,
+) -> Handle[torch.Tensor]:
+    """Start what brings a local tensor from one layout to another."""
+    return comm.launch_move(
+        local, *way, axis.group, whole_size, feature=FEATURE, is_ours=is_ours, is_waited=is_waited
+    )
+
+
 def move(
     local: torch.Tensor,
-    have: Placement,
-    want: Placement,
+    way: tuple[Placement, Placement],
     axis: Axis,
     whole_size: int | None,
     *,
     is_ours: bool = False,
 ) -> torch.Tensor:
-    """A local tensor brought into another layout."""
-    return comm.launch_move(
-        local, have, want, axis.group, whole_size, feature=FEATURE, is_ours=is_ours, is_waited=True
-    ).wait()
+    """A local tensor brought from one layout to another."""
+    return launch(local, way, axis, whole_size, is_ours=is_ours, is_waited=True).wait()
+
+
+def whole_size_of(
+    local: torch.Tensor, layout: Placement, known: int | None, axis: Axis, where: str
+) -> int | None:
+    """The whole's size along the dim that it is cut along; asks the other ranks where nobody knows."""
+    if known is not None or not isinstance(layout, Shard):
+        return known
+    return axis.whole_size(local.shape[layout.dim], layout.dim, where)
 
 
 def as_result(local: torch.Tensor) -> torch.Tensor:
@@ -135,8 +151,8 @@ class _Cross(torch.autograd.Function):
         is_moved = want != opened.layout
         size = opened.whole_size
         if is_moved or not crossing.is_local:
-            size = opened.size_along(axis, where)
-        moved = move(opened.local, opened.layout, want, axis, size)
+            size = whole_size_of(opened.local, opened.layout, size, axis, where)
+        moved = move(opened.local, (opened.layout, want), axis, size)
         result_size = opened.local.shape[want.dim] if is_moved and isinstance(want, Shard) else size
         ctx.set_materialize_grads(False)
         ctx.crossing = crossing

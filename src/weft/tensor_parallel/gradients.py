@@ -16,35 +16,31 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from weft.autograd import will_run
-from weft.tensors import is_sole_owner, make_dtensor
+from weft.tensors import make_dtensor
 
 
-def is_own(grad: torch.Tensor) -> bool:
-    """Whether nobody else has a gradient that autograd gave, so that it may become a parameter's.
-
-    Sums hand one tensor to all their addends, or an expanded one.
-    """
-    return grad.is_contiguous() and is_sole_owner(grad)
-
-
-def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any) -> DTensor | None:
+def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any, *, is_ours: bool) -> DTensor | None:
     """Add to a parameter's gradient; or return it as a DTensor, for autograd to do so.
 
-    `local` becomes the gradient's memory. `node` is where autograd would add it: where the parameter came
-    into the graph.
+    `node` is where autograd would add it: where the parameter came into the graph. With `is_ours` the memory
+    of `local` may become the gradient's. What autograd gave may be another's as well: sums hand one tensor to
+    all their addends, and hooks may have kept it.
     """
     # What a graph has saved of a parameter may be a copy (checkpointing); the node knows the parameter.
     param = getattr(node, "variable", None)
-    if param is None or not _is_free(param, node):
-        return make_dtensor(local, spec)
-    grad = param.grad
-    if grad is None:
-        param.grad = make_dtensor(local, spec)
-        return None
-    if not isinstance(grad, DTensor) or grad.placements != spec.placements or grad.requires_grad:
-        return make_dtensor(local, spec)
-    grad._local_tensor.add_(local)
-    return None
+    if param is not None and _is_free(param, node):
+        grad = param.grad
+        if grad is None:
+            param.grad = make_dtensor(_own(local, is_ours=is_ours), spec)
+            return None
+        if isinstance(grad, DTensor) and grad.placements == spec.placements and not grad.requires_grad:
+            grad._local_tensor.add_(local)
+            return None
+    return make_dtensor(_own(local, is_ours=is_ours), spec)
+
+
+def _own(local: torch.Tensor, *, is_ours: bool) -> torch.Tensor:
+    return local if is_ours else local.clone(memory_format=torch.contiguous_format)
 
 
 def _is_free(param: Any, node: Any) -> bool:

@@ -47,7 +47,7 @@ def _resettable_parts(module: nn.Module) -> Iterator[nn.Module]:
                 "module.to_empty(device=...)."
             )
     for name, part in module.named_modules():
-        if not part._parameters:
+        if all(param is None for param in part._parameters.values()):
             continue
         if _reset_method(part) is None:
             raise ConfigError(
@@ -124,5 +124,6 @@ def _seeded(seed: int, device: torch.device) -> Generator[None]:
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
         torch.default_generator.manual_seed(seed)
         if not is_cpu:
-            torch.get_device_module(device).manual_seed(seed)
+            generators: Any = torch.get_device_module(device).default_generators
+            generators[device.index].manual_seed(seed)
         yield

@@ -3,7 +3,8 @@
 Split by output features (colwise) each rank makes some of the outputs from the whole input, so its input's
 gradient is a partial sum. Split by input features (rowwise) each makes a partial sum of all outputs from
 its part of the input. Backward computes the input's gradient first, starts what brings it to its
-layout, and makes the weight's and the bias's while that is under way.
+layout, and makes the weight's and the bias's while that is under way, if something else than the rank's own
+thread moves it (Axis.has_help).
 """
 
 from __future__ import annotations
@@ -16,27 +17,25 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
-from weft import comm
 from weft.errors import ConfigError
-from weft.tensor_parallel.axis import FEATURE, Axis
+from weft.tensor_parallel.axis import Axis
+from weft.tensor_parallel.composed import differentiable_backward
 from weft.tensor_parallel.crossing import (
-    Crossing,
-    Opened,
     as_result,
     close_tensor,
     counted,
     counterpart,
-    cross,
+    launch,
     move,
     open_tensor,
+    whole_size_of,
 )
 from weft.tensor_parallel.gradients import hand_over
-from weft.tensor_parallel.opening import open_param
 from weft.tensors import local_of
 
 
 @dataclass(frozen=True, eq=False)
-class Layouts:
+class CallLayouts:
     """How the tensors of a call lie, for inputs of so many dims, and which of them have to be moved."""
 
     given: Placement  # a plain input
@@ -71,23 +70,23 @@ class LinearCall:
         self.is_colwise = is_colwise
         self.is_local = is_local  # whether the output is a plain tensor
         self.has_bias = is_colwise or axis.rank == 0  # a sum over ranks must have the bias once
-        self._by_ndim: dict[int, Layouts] = {}
+        self._by_ndim: dict[int, CallLayouts] = {}
 
-    def layouts(self, ndim: int) -> Layouts:
+    def layouts(self, ndim: int) -> CallLayouts:
         """The layouts for an input of so many dims."""
         found = self._by_ndim.get(ndim)
         if found is None:
             found = self._by_ndim[ndim] = self._find_layouts(ndim)
         return found
 
-    def _find_layouts(self, ndim: int) -> Layouts:
+    def _find_layouts(self, ndim: int) -> CallLayouts:
         last = Shard(ndim - 1)
         needed, made, grad_made = (
             (Replicate(), last, Partial()) if self.is_colwise else (last, Partial(), last)
         )
         given, wanted = counted(self.given, ndim), counted(self.wanted, ndim)
         grad_given, grad_needed, grad_wanted = counterpart(wanted), counterpart(made), counterpart(given)
-        return Layouts(
+        return CallLayouts(
             given=given,
             needed=needed,
             made=made,
@@ -116,8 +115,8 @@ class SplitLinear(torch.autograd.Function):
             local, have, size = opened.local, opened.layout, opened.whole_size
             moves = have != lie.needed
         if moves:
-            size = Opened(local, have, size, is_plain=True).size_along(axis, call.where)
-            local = move(local, have, lie.needed, axis, size)
+            size = whole_size_of(local, have, size, axis, call.where)
+            local = move(local, (have, lie.needed), axis, size)
         w = weight._local_tensor
         b = local_of(bias) if bias is not None and call.has_bias else None
         low = None  # the weight, where it is multiplied in another dtype
@@ -133,11 +132,11 @@ class SplitLinear(torch.autograd.Function):
         if lie.moves_output or not call.is_local:
             ctx.output_size = _whole_size(y, lie.wanted, weight.shape[0])
         if lie.moves_output:
-            y = move(y, lie.made, lie.wanted, axis, weight.shape[0], is_ours=True)
+            y = move(y, (lie.made, lie.wanted), axis, weight.shape[0], is_ours=True)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.lie, ctx.params = call, lie, (weight, bias)
         ctx.came = None if local is x else (have, moves)  # for others than plain inputs that stay as they are
-        # The input itself is for a second derivative, and holds no memory that isn't held anyway; of the
+        # The input itself is for a second derivative: beside a gathered one it costs one part of it. Of the
         # weight autograd tells whether it was changed since.
         ctx.save_for_backward(x, weight, local, low)
         if call.is_local:
@@ -153,10 +152,10 @@ class SplitLinear(torch.autograd.Function):
         weight, bias = ctx.params
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return _differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, ctx.call)
+            return differentiable_backward(grad, (x, weight, bias), ctx.needs_input_grad, ctx.call)
         if w is None:
             w = kept._local_tensor
-        lie: Layouts = ctx.lie
+        lie: CallLayouts = ctx.lie
         if lie.moves_grad_in or isinstance(grad, DTensor):
             grad = _bring_gradient(grad, lie, ctx.output_size, ctx.call)
         if grad.dtype != w.dtype:
@@ -172,17 +171,9 @@ class SplitLinear(torch.autograd.Function):
             if local.ndim != 2:
                 grad_x = grad_x.view(local.shape)
             if target is not None:
-                axis = ctx.call.axis
-                coming = comm.launch_move(
-                    grad_x,
-                    lie.grad_made,
-                    target,
-                    axis.group,
-                    weight.shape[1],
-                    feature=FEATURE,
-                    is_ours=True,
-                    is_waited=not axis.has_help,
-                )
+                axis, way = ctx.call.axis, (lie.grad_made, target)
+                is_waited = not axis.has_help
+                coming = launch(grad_x, way, axis, weight.shape[1], is_ours=True, is_waited=is_waited)
         if needs_weight:
             grad_weight = _give(torch.mm(g2.t(), x2), weight, nodes[1][0])
         if needs_bias:
@@ -199,7 +190,7 @@ def _grad_target(ctx: Any, x: torch.Tensor) -> Placement | None:
 
     A DTensor that wasn't moved takes its gradient as it comes.
     """
-    lie: Layouts = ctx.lie
+    lie: CallLayouts = ctx.lie
     if not isinstance(x, DTensor):
         return lie.grad_wanted if lie.moves_grad_out else None
     have, was_moved = ctx.came
@@ -208,14 +199,14 @@ def _grad_target(ctx: Any, x: torch.Tensor) -> Placement | None:
 
 
 def _bring_gradient(
-    grad: torch.Tensor, lie: Layouts, output_size: int | None, call: LinearCall
+    grad: torch.Tensor, lie: CallLayouts, output_size: int | None, call: LinearCall
 ) -> torch.Tensor:
     """The output's gradient as the product needs it."""
     have, needed = lie.grad_given, lie.grad_needed
     if isinstance(grad, DTensor):
         arrived = open_tensor(grad, have, call.axis, call.where)
         grad, have, output_size = arrived.local, arrived.layout, arrived.whole_size
-    return grad if have == needed else move(grad, have, needed, call.axis, output_size)
+    return grad if have == needed else move(grad, (have, needed), call.axis, output_size)
 
 
 def _hand_back(grad: torch.Tensor, x: torch.Tensor, layout: Placement, axis: Axis) -> torch.Tensor:
@@ -260,61 +251,4 @@ def _give(local: torch.Tensor, param: Any, node: Any) -> torch.Tensor | None:
     """A gradient to its parameter, in whose layout it is."""
     if local.dtype != param.dtype:
         local = local.to(param.dtype)
-    return hand_over(local, param._spec, node)
-
-
-def composed_linear(x: torch.Tensor, weight: Any, bias: Any, call: LinearCall) -> torch.Tensor:
-    """The same layer of parts that autograd differentiates as often as one likes."""
-    axis, lie = call.axis, call.layouts(x.ndim)
-    grad = Partial() if call.is_colwise else None
-    entry = Crossing(axis, call.given, lie.needed, is_local=True, where=call.where, grad=grad)
-    w = open_param(weight, weight.placements[0], axis)
-    b = None if bias is None else open_param(bias, bias.placements[0], axis)
-    if b is not None and not call.is_colwise:
-        b = once_in_sum(b, axis)
-    y = nn_functional.linear(cross(x, entry), w, b)
-    size = weight.shape[0] if call.is_colwise else None
-    return cross(
-        y, Crossing(axis, lie.made, lie.wanted, is_local=call.is_local, where=call.where, whole_size=size)
-    )
-
-
-def once_in_sum(bias: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The bias on one rank and zeros on the others, though each has its gradient: the sum has it once."""
-    return _AddOnce.apply(bias, axis)  # type: ignore[no-any-return]
-
-
-class _AddOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bias: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return bias.view_as(bias) if axis.rank == 0 else torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _SeenByAll.apply(grads[0], ctx.axis), None  # type: ignore[return-value]
-
-
-class _SeenByAll(torch.autograd.Function):
-    """A gradient that all ranks have alike: what it is used for counts once in a sum over them."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return once_in_sum(grads[0], ctx.axis), None
-
-
-def _differentiable_backward(
-    grad: torch.Tensor, inputs: tuple[Any, ...], needs_grad: tuple[bool, ...], call: LinearCall
-) -> tuple[Any, ...]:
-    x, weight, bias = inputs
-    with torch.enable_grad():
-        out = composed_linear(x, weight, bias, call)
-    wanted = [index for index in range(3) if needs_grad[index] and inputs[index] is not None]
-    found = torch.autograd.grad(out, [inputs[index] for index in wanted], grad, create_graph=True)
-    by_index: dict[int, Any] = dict(zip(wanted, found, strict=True))
-    return by_index.get(0), by_index.get(1), by_index.get(2), None
+    return hand_over(local, param._spec, node, is_ours=True)

@@ -191,8 +191,12 @@ class _Border:
                 f"Expected input batch_size ({sizes}, the shape of this rank's logits without classes) to "
                 f"match target batch_size ({list(ids.shape)})."
             )
-        words = f"Target {{}} is out of bounds. There are {shard.num_classes} classes."
-        check_ids(ids, shard.num_classes, words, ignored=ignore_index)
+        check_ids(
+            ids,
+            shard.num_classes,
+            lambda wrong: f"Target {wrong} is out of bounds. There are {shard.num_classes} classes.",
+            ignored=ignore_index,
+        )
         weights = None
         if weight is not None:
             weights = _open_argument(weight, "weight", (Replicate(),) * mesh.ndim, mesh)

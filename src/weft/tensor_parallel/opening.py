@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, counterpart, cross
-from weft.tensor_parallel.gradients import hand_over, is_own
+from weft.tensor_parallel.gradients import hand_over
 from weft.tensors import local_of, make_dtensor, shaped_spec
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -37,10 +37,9 @@ class _Open(torch.autograd.Function):
         if grad is None:
             return None, None, None
         if not torch.is_grad_enabled():
-            if not is_own(grad):
-                grad = grad.clone(memory_format=torch.contiguous_format)
-            spec = shaped_spec(ctx.axis.mesh, (ctx.grad_layout,), ctx.shape, grad)
-            return hand_over(grad, spec, ctx.next_functions[0][0]), None, None
+            spec = shaped_spec(ctx.axis.mesh, (ctx.grad_layout,), ctx.shape, grad.contiguous())
+            given = hand_over(grad, spec, ctx.next_functions[0][0], is_ours=False)
+            return given, None, None
         return _Close.apply(grad, ctx.shape, ctx.grad_layout, ctx.axis), None, None  # type: ignore[return-value]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Partial, Placement
 
-from weft.errors import ConfigError, RefusedError
+from weft.errors import ConfigError, RefusedError, UnsupportedError
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, cross
 from weft.tensor_parallel.styles import ParallelStyle, check_is_layout
@@ -226,3 +226,9 @@ def _check_pairs(have: Layouts, want: Layouts, name: str) -> None:
     for layout in (*have, *want):
         if layout is not None:
             check_is_layout(layout)
+    for given, wanted in zip(have, want, strict=True):
+        if isinstance(wanted, Partial) and given is not None and not isinstance(given, Partial):
+            raise UnsupportedError(
+                f"desired_{name}: redistributing to Partial is for internal use only! Got {given}; a tensor "
+                "becomes a sum over ranks only by being computed as one."
+            )

@@ -14,9 +14,10 @@ from weft import comm
 from weft.errors import ConfigError, ConfigTypeError, StateError
 from weft.modules import attach, attached, give_class
 from weft.tensor_parallel.axis import Axis
+from weft.tensor_parallel.composed import once_in_sum
 from weft.tensor_parallel.crossing import Crossing, cross
 from weft.tensor_parallel.ids import check_ids
-from weft.tensor_parallel.linear import LinearCall, SplitLinear, once_in_sum
+from weft.tensor_parallel.linear import LinearCall, SplitLinear
 from weft.tensor_parallel.opening import opened_params
 from weft.tensor_parallel.randomness import local_randomness
 from weft.tensors import map_tensors
@@ -119,8 +120,13 @@ class LocalRunner:
 
     def _open(self, other: torch.Tensor) -> torch.Tensor:
         """Another input: a DTensor can't be computed with beside local tensors."""
-        is_ours = isinstance(other, DTensor) and other.device_mesh == self.axis.mesh
-        return cross(other, self.entry) if is_ours else other
+        if not isinstance(other, DTensor) or other.device_mesh != self.axis.mesh:
+            return other
+        if other.placements != (Replicate(),):
+            return cross(other, self.entry)
+        # Whole on each rank, and used by each for its own part: its gradient is a sum.
+        way = Crossing(self.axis, Replicate(), None, is_local=True, where=self.entry.where, grad=Partial())
+        return cross(other, way)
 
     def _change_param(self, name: str, local: torch.Tensor) -> torch.Tensor:
         is_in_every_addend = isinstance(self.made, Partial) and name == "bias"
@@ -167,7 +173,11 @@ class SplitEmbeddingRunner:
         check_split(module.weight, "weight", where)
         ids = cross(ids, self.entry)
         num_rows = module.weight.shape[0]
-        check_ids(ids, num_rows, f"{where}: index out of range in self: {{}}, of {num_rows} rows.")
+        check_ids(
+            ids,
+            num_rows,
+            lambda wrong: f"{where}: index out of range in self: {wrong}, of {num_rows} rows.",
+        )
         sizes = comm.chunk_sizes(num_rows, self.axis.size)
         start, size = sum(sizes[: self.axis.rank]), sizes[self.axis.rank]
         is_others = (ids < start) | (ids >= start + size)

@@ -105,6 +105,14 @@ class _FeatureStyle(SplittingStyle):
         self.output_layouts: tuple[Placement, ...] = (output_layouts or self._default_output(),)
         self.use_local_output = use_local_output
 
+        if isinstance(self.output_layouts[0], Partial) and not self.makes_sums:
+            raise UnsupportedError(
+                f"{type(self).__name__}(output_layouts=Partial()): redistributing to Partial is for internal "
+                "use only! Its outputs are parts, not addends."
+            )
+
+    makes_sums = False  # whether each rank makes an addend of the output
+
     @abstractmethod
     def _default_input(self) -> Placement: ...
 
@@ -179,6 +187,8 @@ class RowwiseParallel(_FeatureStyle):
     indices are needed whole; outputs are summed over ranks, and whole unless `output_layouts` says
     otherwise. `use_local_output=False` gives DTensors.
     """
+
+    makes_sums = True
 
     def _default_input(self) -> Placement:
         return Shard(-1)

@@ -14,7 +14,6 @@ from weft.tensors.flat import (
     copy_all,
     dense_strides,
     grads_of,
-    is_sole_owner,
     use_count,
     view_in,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "dense_strides",
     "find_tensors",
     "grads_of",
-    "is_sole_owner",
     "local_of",
     "make_dtensor",
     "make_parameter",

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-_USES_OF_ITS_OWN = 2  # the tensor, and the storage that is asked
-
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The strides for a copy of such a tensor that fills its memory without gaps.
@@ -72,11 +70,6 @@ def batch_by_dtype(tensors: Iterable[torch.Tensor], limit_bytes: int) -> Iterato
         batches.setdefault(key, []).append(tensor)
         sizes[key] = sizes.get(key, 0) + num_bytes
     yield from batches.values()
-
-
-def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether nobody else has this tensor, or its memory. The one use of the private `Tensor._use_count`."""
-    return tensor._use_count() == 1 and use_count(tensor) <= _USES_OF_ITS_OWN  # type: ignore[attr-defined]
 
 
 def use_count(tensor: torch.Tensor) -> int:
