@@ -351,10 +351,11 @@ def words_outside_of_the_vocabulary(tp: Any) -> None:
 
 def what_is_held(tp: Any) -> None:
     """A rank keeps its part only: nothing refers to the full tensors any more."""
-    model = tp.parallelize_module(filled(MLP(8, 64)), make_mesh(), mlp_plan(tp))
-    held = sum(local_of(param).untyped_storage().nbytes() for param in model.parameters())
-    whole = sum(param.numel() for param in model.parameters()) * 8
-    assert held <= whole / make_mesh().size() + 2 * 64 * 8
+    for source in (0, None):
+        model = tp.parallelize_module(filled(MLP(8, 64)), make_mesh(), mlp_plan(tp), src_data_rank=source)
+        held = sum(local_of(param).untyped_storage().nbytes() for param in model.parameters())
+        whole = sum(param.numel() for param in model.parameters()) * 8
+        assert held <= whole / make_mesh().size() + 2 * 64 * 8
 
 
 BODIES: list[Callable[..., None]] = [

@@ -10,13 +10,12 @@ All private torch APIs of the launcher are here; tests/threads/test_launch_world
   own thread. When it moves, DTensor's caches mix up ranks.
 - `ShardingPropagator._fake_mode_lock`: one thread at a time infers shapes. When it moves, DTensor
   operations of several threads race on FakeTensorMode.
-- `tensor.debug._clear_sharding_prop_cache`: a process that gets a new world forgets DTensor's findings. When
-  it moves, DTensors of the new world come out on meshes of the old one.
+- `tensor.debug._clear_sharding_prop_cache` and `_clear_fast_path_sharding_prop_cache`: a rank that ends
+  forgets DTensor's findings. When they move, DTensors of the next world come out on meshes of this one.
 
-A world belongs to the thread that entered it. Threads which a rank starts itself
-see the process's own world, as all other threads do. While thread-ranks run, the
-process's own groups can't be found *by name* from C++ (functional collectives on
-them fail), since that map is switched for all threads at once.
+A world belongs to the thread that entered it. Threads which a rank starts itself see the process's own world,
+as all other threads do. While thread-ranks run, the process's own groups can't be found *by name* from C++
+(functional collectives on them fail), since that map is switched for all threads at once.
 """
 
 from __future__ import annotations
@@ -149,6 +148,7 @@ def abort_groups(reason: str, world: RankWorld | None = None) -> None:
 
 def destroy_groups() -> None:
     """Destroy the calling rank's groups, if the user's function has not."""
+    _forget_meshes()
     if not dist.is_initialized():
         return
     if is_rank_thread() and _world().num_launches == 0:
@@ -158,7 +158,6 @@ def destroy_groups() -> None:
             group.shutdown()
         return
     dist.destroy_process_group()
-    _forget_meshes()
 
 
 def _forget_meshes() -> None:

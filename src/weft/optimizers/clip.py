@@ -8,6 +8,8 @@ Every rank of the meshes calls, with the same parameters in the same order. A gr
 ranks only: the parameters say what is summed. But one that lies otherwise than its parameter, as those of
 Partial placement do, must lie so on every rank of its mesh. A plain gradient counts once, as if all ranks
 held the same.
+
+Private names of torch, used here and nowhere else: `_utils._flatten_dense_tensors`, `_foreach_norm`.
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import GeneratorType
 
 import torch
+from torch._utils import _flatten_dense_tensors
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from weft import comm
 from weft.errors import StateError
-from weft.optimizers.norms import plan_norm
-from weft.optimizers.partials import MeshAxis, RoleReader, settle_partials, sum_partials
+from weft.optimizers.norms import AxisRoles, Slots
+from weft.optimizers.partials import WHOLE, MeshAxis, RoleReader, settle_partials, sum_partials
 from weft.tensors import local_of
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 HALVES = (torch.float16, torch.bfloat16)
+# Up to here, on average, CPU tensors are strung together for one norm; larger ones are read where they lie.
+SMALL_NUMEL = 2048
 
 
 @torch.no_grad()
@@ -50,18 +54,29 @@ def clip_grad_norm_(
     Raises RuntimeError on every rank for a norm that is not finite, if asked to, and scales nothing.
     """
     params = _list_tensors(parameters)
+    p = float(norm_type)
     reader = RoleReader()
-    found = _find_gradients(params, reader)
-    if found.partial_owners:
-        settle_partials(found.partial_owners, reader)
-    present = [local for local in found.held if local is not None]
-    if not present and not any(found.sharded):
+    found = _Batches(is_each_apart=p == 0)
+    partial_owners: list[torch.Tensor] = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            if param.requires_grad:  # another rank may have it: the parameter says how it would lie
+                found.add(None, reader.of(param))
+            continue
+        roles = reader.of(grad)
+        found.add(grad._local_tensor if type(grad) is DTensor else grad, roles)
+        if roles.partial:
+            partial_owners.append(param)
+    if partial_owners:
+        settle_partials(partial_owners, reader)  # in the memory that was found
+    if not found.tensors and not any(found.slots.axes):
         return torch.tensor(0.0)
-    norm = _take_norm(found.held, found.sharded, float(norm_type), foreach)
+    norm = _take_norm(found, p, foreach)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
-    _scale(present, max_norm, norm, foreach)
-    return norm.to(_norm_dtype(present or params))
+    _scale(found, max_norm, norm, foreach)
+    return norm.to(found.norm_dtype() or _norm_dtype(param.dtype for param in params))
 
 
 @torch.no_grad()
@@ -81,11 +96,13 @@ def get_total_norm(
         return torch.tensor(0.0)
     reader = RoleReader()
     summed = sum_partials(given, reader)
-    held = [summed.get(index, local_of(tensor)) for index, tensor in enumerate(given)]
-    norm = _take_norm(held, [reader.of(tensor).sharded for tensor in given], float(norm_type), foreach)
+    found = _Batches(is_each_apart=norm_type == 0)
+    for index, tensor in enumerate(given):
+        found.add(summed.get(index, local_of(tensor)), reader.of(tensor))
+    norm = _take_norm(found, float(norm_type), foreach)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
-    return norm.to(_norm_dtype(held))
+    return norm.to(found.norm_dtype() or torch.float32)
 
 
 @torch.no_grad()
@@ -98,8 +115,11 @@ def clip_grads_with_norm_(
     unless the norm itself is a DTensor.
     """
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-    grads = [param.grad for param in _list_tensors(parameters)]
-    _scale([local_of(grad) for grad in grads if grad is not None], max_norm, norm, foreach)
+    found = _Batches(is_each_apart=False)
+    for param in _list_tensors(parameters):
+        if param.grad is not None:
+            found.add(local_of(param.grad), WHOLE)
+    _scale(found, max_norm, norm, foreach)
 
 
 def _list_tensors(given: TensorOrTensors) -> list[torch.Tensor]:
@@ -114,50 +134,44 @@ def _list_tensors(given: TensorOrTensors) -> list[torch.Tensor]:
     return tensors
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    held: list[torch.Tensor | None]  # what this rank holds of each
-    sharded: list[tuple[MeshAxis, ...]]  # the axes that each is sharded over
-    partial_owners: list[torch.Tensor]  # parameters whose gradients are to be summed, where they lie, first
+class _Batches:
+    """What this rank holds of tensors, by how they lie. Tensors are few or many: each costs little."""
 
+    def __init__(self, *, is_each_apart: bool) -> None:
+        # torch's "norm" of order 0 counts the tensors that are not all zero, so it needs to know each.
+        self.slots: Slots[MeshAxis] = Slots(is_each_apart=is_each_apart)
+        self.tensors: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}  # by slot, dtype, device
 
-def _find_gradients(params: Sequence[torch.Tensor], reader: RoleReader) -> _Gradients:
-    found = _Gradients([], [], [])
-    for param in params:
-        grad = param.grad
-        if grad is None and not param.requires_grad:
-            continue
-        # Where it is None another rank may have it: the parameter says how it would lie.
-        roles = reader.of(param if grad is None else grad)
-        found.sharded.append(roles.sharded)
-        found.held.append(None if grad is None else local_of(grad))
-        if grad is not None and roles.partial:
-            found.partial_owners.append(param)
-    return found
+    def add(self, local: torch.Tensor | None, roles: AxisRoles[MeshAxis]) -> None:
+        """Take in a tensor, or the place of one that this rank doesn't have."""
+        slot = self.slots.take(roles.sharded)
+        if local is None:
+            return
+        key = (slot, local.dtype, local.get_device())
+        batch = self.tensors.get(key)
+        if batch is None:
+            batch = self.tensors[key] = []
+        batch.append(local)
+
+    def norm_dtype(self) -> torch.dtype | None:
+        """The dtype of their norm; None without any."""
+        return _norm_dtype(dtype for _, dtype, _ in self.tensors) if self.tensors else None
 
 
 # -- the norm ------------------------------------------------------------------------
 
 
-def _take_norm(
-    held: Sequence[torch.Tensor | None],
-    sharded: Sequence[tuple[MeshAxis, ...]],
-    p: float,
-    foreach: bool | None,
-) -> torch.Tensor:
+def _take_norm(found: _Batches, p: float, foreach: bool | None) -> torch.Tensor:
     """The norm of the whole tensors, in float64, where the first of them is."""
-    # torch's "norm" of order 0 counts the tensors that are not all zero, so it needs to know each.
-    plan = plan_norm(sharded, is_each_apart=p == 0)
-    device = next((local.device for local in held if local is not None), torch.device("cpu"))
-    batches: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for slot, local in zip(plan.slots, held, strict=True):
-        if local is not None and local.numel() > 0:
-            batches.setdefault((slot, local.device, local.dtype), []).append(local)
-    norms: list[list[torch.Tensor]] = [[] for _ in range(plan.num_slots)]
-    for (slot, _, dtype), batch in batches.items():
-        norms[slot].append(torch.stack(_local_norms(batch, p, dtype, foreach)).to(device, torch.float64))
+    first = next(iter(found.tensors.values()), None)
+    device = torch.device("cpu") if first is None else first[0].device
+    norms: list[list[torch.Tensor]] = [[] for _ in found.slots.axes]
+    for (slot, dtype, _), batch in found.tensors.items():
+        each = _local_norms(batch, p, dtype, foreach)
+        if each is not None:
+            norms[slot].append(each.to(device, torch.float64))
     powers = [_fold(parts, p, device) for parts in norms]
-    for step in plan.sums:
+    for step in found.slots.sums():
         vector = torch.stack([powers[slot] for slot in step.indices]).to(step.axis.device_type)
         _reduce(vector, p, step.axis)
         for slot, power in zip(step.indices, vector.to(device).unbind(), strict=True):
@@ -167,12 +181,21 @@ def _take_norm(
 
 def _local_norms(
     batch: list[torch.Tensor], p: float, dtype: torch.dtype, foreach: bool | None
-) -> list[torch.Tensor] | tuple[torch.Tensor, ...]:
+) -> torch.Tensor | None:
+    """Norms of all that is in the batch, each of some of it; None if nothing is."""
+    numels = [*map(torch.Tensor.numel, batch)]
+    if not all(numels):
+        batch = [local for local in batch if local.numel() > 0]
+    if not batch:
+        return None
     # 16 bits would lose what thousands of elements add up to.
     wide = torch.float32 if dtype in HALVES else None
     if foreach is False:
-        return [torch.linalg.vector_norm(local, p, dtype=wide) for local in batch]
-    return torch._foreach_norm(batch, p, dtype=wide)  # type: ignore[reportPrivateImportUsage]
+        return torch.stack([torch.linalg.vector_norm(local, p, dtype=wide) for local in batch])
+    if batch[0].is_cpu and p != 0 and sum(numels) <= SMALL_NUMEL * len(batch):
+        flat = _flatten_dense_tensors(batch)
+        return torch.linalg.vector_norm(flat, p, dtype=wide).unsqueeze(0)
+    return torch.stack(torch._foreach_norm(batch, p, dtype=wide))  # type: ignore[reportPrivateImportUsage]
 
 
 def _fold(norms: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
@@ -214,25 +237,19 @@ def _check_finite(norm: torch.Tensor, norm_type: float) -> None:
         )
 
 
-def _norm_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+def _norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype of torch's norm: the real one that all of theirs fit in."""
-    dtypes = dict.fromkeys(tensor.dtype.to_real() for tensor in tensors)
-    return functools.reduce(torch.promote_types, dtypes)
+    return functools.reduce(torch.promote_types, (dtype.to_real() for dtype in dict.fromkeys(dtypes)))
 
 
 # -- the scale -----------------------------------------------------------------------
 
 
-def _scale(
-    locals_: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor, foreach: bool | None
-) -> None:
+def _scale(found: _Batches, max_norm: float, norm: torch.Tensor, foreach: bool | None) -> None:
     """Multiply by the same factor, batched. It is not looked at: on a GPU nobody waits for it."""
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    batches: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for local in locals_:
-        batches.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), batch in batches.items():
-        own = factor.to(device, torch.float32 if dtype in HALVES else dtype.to_real())
+    for (_, dtype, _), batch in found.tensors.items():
+        own = factor.to(batch[0].device, torch.float32 if dtype in HALVES else dtype.to_real())
         if foreach is False:
             for local in batch:
                 local.mul_(own)

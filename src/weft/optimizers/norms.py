@@ -34,31 +34,28 @@ class AxisPlan(Generic[Axis]):
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class NormPlan(Generic[Axis]):
-    """The slot of each tensor, and what is summed over which axis, in this order."""
-
-    slots: tuple[int, ...]
-    num_slots: int
-    sums: tuple[AxisPlan[Axis], ...]
-
-
-def plan_norm(sharded: Sequence[tuple[Axis, ...]], *, is_each_apart: bool = False) -> NormPlan[Axis]:
-    """The sums that give a norm over tensors, from the axes that each is sharded over.
+class Slots(Generic[Axis]):
+    """The slots of tensors, given as tensors are seen.
 
     With `is_each_apart` every tensor has a slot of its own: its norm is wanted, not only that of all.
     """
-    found: dict[tuple[object, ...], int] = {}
-    axes_of_slot: list[tuple[Axis, ...]] = []
-    slots: list[int] = []
-    for index, axes in enumerate(sharded):
-        key = (index, axes) if is_each_apart else axes
-        slot = found.get(key)
-        if slot is None:
-            slot = found[key] = len(axes_of_slot)
-            axes_of_slot.append(axes)
-        slots.append(slot)
-    return NormPlan(tuple(slots), len(axes_of_slot), plan_axes(axes_of_slot))
+
+    def __init__(self, *, is_each_apart: bool = False) -> None:
+        self.axes: list[tuple[Axis, ...]] = []  # by slot: those that its tensors are sharded over
+        self._is_each_apart = is_each_apart
+        self._found: dict[tuple[Axis, ...], int] = {}
+
+    def take(self, sharded: tuple[Axis, ...]) -> int:
+        """The slot of a tensor that is sharded over these axes."""
+        slot = self._found.get(sharded)
+        if slot is None or self._is_each_apart:
+            slot = self._found[sharded] = len(self.axes)
+            self.axes.append(sharded)
+        return slot
+
+    def sums(self) -> tuple[AxisPlan[Axis], ...]:
+        """What is summed over which axis, in this order."""
+        return plan_axes(self.axes)
 
 
 def plan_axes(axes_of: Sequence[tuple[Axis, ...]]) -> tuple[AxisPlan[Axis], ...]:

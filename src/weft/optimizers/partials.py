@@ -41,10 +41,11 @@ class RoleReader:
     def of(self, tensor: torch.Tensor) -> AxisRoles[MeshAxis]:
         """What the axes of its mesh do to the tensor. A plain one is whole."""
         if not isinstance(tensor, DTensor):
-            return _WHOLE
+            return WHOLE
         # Read once for tensors that lie alike. Placements and meshes take longer to hash than all the rest
         # does for a small tensor, and the kinds of its placements say enough.
-        mesh, placements = tensor.device_mesh, tensor.placements
+        spec = tensor._spec
+        mesh, placements = spec.mesh, spec.placements
         key = (id(mesh), *map(type, placements))
         known = self._known.get(key)
         if known is None:
@@ -112,7 +113,7 @@ def _sum_over(axis: MeshAxis, terms: Sequence[torch.Tensor]) -> list[torch.Tenso
     return sums
 
 
-_WHOLE: AxisRoles[MeshAxis] = AxisRoles()
+WHOLE: AxisRoles[MeshAxis] = AxisRoles()
 
 
 def _check_is_linear(placements: Iterable[Placement]) -> None:

@@ -28,7 +28,8 @@ def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any, *, is_ours: boo
     """
     # What a graph has saved of a parameter may be a copy (checkpointing); the node knows the parameter.
     param = getattr(node, "variable", None)
-    if param is not None and _is_free(param, node):
+    # On a GPU the node may be on another stream than this one, and autograd orders them.
+    if param is not None and local.is_cpu and _is_free(param, node):
         grad = param.grad
         if grad is None:
             param.grad = make_dtensor(_own(local, is_ours=is_ours), spec)
