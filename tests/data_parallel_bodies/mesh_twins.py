@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, debug
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.data_parallel_bodies.twins import ROUNDINGS, WIDTH, assert_same_gradient, filled
 from weft import DistributedDataParallel, replicate
@@ -32,16 +32,6 @@ def mesh_of(dp: int = 2, tp: int = 2, order: str = "dp tp") -> DeviceMesh:
     sizes = {"dp": dp, "tp": tp}
     names = tuple(order.split())
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
-
-
-def in_a_new_world(body: Callable[[str], None], kind: str) -> None:
-    """Run a body in a process that has had a world before.
-
-    torch keeps what it found out about DTensors, by meshes that are equal to those of now and whose groups
-    are gone.
-    """
-    debug._clear_sharding_prop_cache()
-    body(kind)
 
 
 # Models, and how each is split. Some parameters stay plain.

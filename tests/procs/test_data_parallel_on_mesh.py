@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.data_parallel_bodies.mesh_twins import in_a_new_world
 from tests.data_parallel_bodies.on_mesh import BODIES
 from weft.testing import shared_pool
 
@@ -16,4 +15,4 @@ from weft.testing import shared_pool
 def test_body(body: Callable[[str], None], backend: str) -> None:
     # One kind on each backend: what differs between them doesn't know of the group.
     kind = "ddp" if backend == "weft" else "replicate"
-    shared_pool(4).run(in_a_new_world, args=(body, kind), backend=backend, timeout=60)
+    shared_pool(4).run(body, args=(kind,), backend=backend, timeout=60)
