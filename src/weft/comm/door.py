@@ -90,7 +90,8 @@ def launch_call(
     watchers = watchers_in_force()
     if not watchers:
         ticket = _PlainTicket(group, number, op, (inputs, outputs))
-        return Handle(_start(start, ticket), result, ticket)
+        works = _start(start, ticket)
+        return Handle(works, result, ticket) if works else Handle.done(result)
     site = call_site()
     watched = _WatchedTicket(Call(op, feature, group, number, tuple(inputs), tuple(outputs), detail, site))
     try:
@@ -101,6 +102,7 @@ def launch_call(
         raise
     if not works:
         watched.ended(None, time.perf_counter())
+        return Handle.done(result)
     return Handle(works, result, watched)
 
 

@@ -34,8 +34,8 @@ def all_reduced(
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """The tensor reduced over all ranks. With `is_ours` its memory may be taken for the result."""
-    group = resolve_group(group)
     if _is_watched():
+        group = resolve_group(group)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         return _launch_functional(
             "all_reduce", group, feature, out, tensor, lambda: traced.reduced(tensor, op_name(op), group)

@@ -56,6 +56,13 @@ class Handle(Generic[T]):
         self._is_followed = False  # by somebody who keeps the buffers and learns of the error
         self._mutex = threading.Lock()
 
+    @classmethod
+    def done(cls, result: T) -> Handle[T]:
+        """A handle of what is there already."""
+        handle = cls((), result)
+        handle._is_waited = True
+        return handle
+
     def wait(self, timeout: float | None = None) -> T:
         """Return the result when it is there.
 

@@ -37,6 +37,8 @@ _NAME_OF = {getattr(dist.ReduceOp, name): name.lower() for name in _OP_NAMES}
 
 def op_name(op: Any) -> str:
     """A reduce op in lower case, as functional collectives and records name it."""
+    if op is dist.ReduceOp.SUM:  # the usual one; torch's ops take long to hash
+        return "sum"
     name = _NAME_OF.get(op)
     if name is not None:
         return name

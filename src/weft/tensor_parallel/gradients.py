@@ -20,7 +20,8 @@ from weft.tensors import make_dtensor
 
 
 def hand_over(local: torch.Tensor, spec: DTensorSpec, node: Any, *, is_ours: bool) -> DTensor | None:
-    """Add to a parameter's gradient; or return it as a DTensor, for autograd to do so.
+    """Add to a parameter's gradient, in a backward that isn't differentiated itself; or return it as a
+    DTensor, for autograd to add.
 
     `node` is where autograd would add it: where the parameter came into the graph. With `is_ours` the memory
     of `local` may become the gradient's. What autograd gave may be another's as well: sums hand one tensor to
@@ -50,7 +51,6 @@ def _is_free(param: Any, node: Any) -> bool:
         param.requires_grad
         and not param._backward_hooks
         and not param._post_accumulate_grad_hooks
-        and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and will_run(node)
     )
