@@ -18,6 +18,7 @@ from tests.tp_bodies.twins import (
     assert_close,
     check_input_gradient,
     check_output,
+    dtensor_input,
     dual_of,
     filled,
     local_input,
@@ -129,6 +130,24 @@ def dtensors_given(tp: Any) -> None:
         seen = spy(given)
         assert seen.placements == (Replicate(),)
         assert_close(local_of(seen), full, f"from {lies}")
+
+
+def a_dtensor_given_twice(tp: Any) -> None:
+    """What a module makes of a DTensor leaves no trace on it: each use counts once."""
+    mesh = make_mesh()
+    full = numbers(4, 8)
+    for lies, wanted in ((Shard(0), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())):
+        style = tp.PrepareModuleInput(input_layouts=lies, desired_input_layouts=wanted, use_local_output=True)
+        spy = tp.parallelize_module(Spy(), mesh, style)
+        given = dtensor_input(full, lies, mesh)
+        for _ in range(2):
+            spy(given)
+            assert not local_of(given).requires_grad
+            assert given.is_leaf
+        local = spy(given)
+        cotangent = numbers(*full.shape, seed=7)
+        local.backward(part_of(cotangent, wanted, mesh))
+        check_input_gradient(given, cotangent, lies, mesh)
 
 
 def by_name(tp: Any) -> None:
@@ -297,6 +316,7 @@ BODIES = [
     several_inputs,
     the_same_layout,
     dtensors_given,
+    a_dtensor_given_twice,
     by_name,
     by_name_only,
     several_outputs,

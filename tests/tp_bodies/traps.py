@@ -47,14 +47,16 @@ def hooks_of_nodes(tp: Any) -> None:
 
 
 def hooks_in_front_of_nodes(tp: Any) -> None:
-    """Such a hook sees the gradient itself, and may change it."""
+    """Such a hook is called once, and changes nothing; what it is given is not promised."""
     model, single = filled(MLP()), filled(MLP())
     tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
-    nodes = [node_of(param) for each in (model, single) for param in each.parameters()]
-    for node in nodes:
-        node.register_prehook(lambda grads: (grads[0] * 3,))
+    calls: list[str] = []
+    nodes = {name: node_of(param) for name, param in model.named_parameters()}
+    for name, node in nodes.items():
+        node.register_prehook(lambda grads, name=name: calls.append(name))
     for each in (model, single):
         each(numbers(4, 8)).square().sum().backward()
+    assert sorted(calls) == sorted(nodes)
     assert_same_gradients(model, single)
 
 
@@ -116,6 +118,26 @@ def gradients_are_memory_of_their_own(tp: Any) -> None:
     model[1](part_of(numbers(4, 8), Shard(0), mesh)).backward(cotangent[: 4 // mesh.size()])
     memory = [local_of(param.grad).untyped_storage().data_ptr() for param in model.parameters()]
     assert len({*memory, cotangent.untyped_storage().data_ptr()}) == len(memory) + 1
+
+
+class Shifts(nn.Module):
+    """Both parameters get one gradient, which autograd hands to each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + (self.a + self.b)
+
+
+def one_gradient_for_two(tp: Any) -> None:
+    """What is added to one of them later is not added to the other."""
+    twin = Twin(tp, filled(Shifts()), make_mesh(), tp.SequenceParallel(use_local_output=True))
+    for step in range(3):
+        twin.run(numbers(2, 8, 8, seed=step), Shard(1), Shard(1))
+    grads = [local_of(param.grad).untyped_storage().data_ptr() for param in twin.parallel.parameters()]
+    assert grads[0] != grads[1]
 
 
 def strides_of_all_kinds(tp: Any) -> None:
@@ -304,6 +326,7 @@ BODIES: list[Callable[..., None]] = [
     frozen_between,
     gradients_that_were_there,
     gradients_are_memory_of_their_own,
+    one_gradient_for_two,
     strides_of_all_kinds,
     an_error_inside,
     inputs_of_another_dtype,

@@ -342,6 +342,7 @@ class LocalGroup(Labels, dist.ProcessGroup):
         num_tensors: int = 1,
         device_of: torch.Tensor | None = None,  # where it is not that of the results
     ) -> LocalWork:
+        arguments.check_no_transform()
         secs = options.timeout.total_seconds()
         if secs <= 0:  # c10d's way to say that none was given
             secs = self._timeout_secs

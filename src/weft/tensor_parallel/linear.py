@@ -123,7 +123,7 @@ class SplitLinear(torch.autograd.Function):
         if torch.is_autocast_enabled(local.device.type):
             local, low, b = _cast_for_autocast(local, w, b)
             w = low
-        if local.shape[-1] != w.shape[1]:
+        if local.ndim == 0 or local.shape[-1] != w.shape[1]:
             raise _misfit(local, w, call)
         y = nn_functional.linear(_as_matrix(local), w, b)
         if local.ndim != 2:

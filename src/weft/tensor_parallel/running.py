@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
-from weft.errors import ConfigError, ConfigTypeError, StateError
+from weft.errors import ConfigError, ConfigTypeError, StateError, UnfitError
 from weft.modules import attach, attached, give_class
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.composed import once_in_sum
@@ -119,7 +119,13 @@ class LocalRunner:
         return map_tensors(lambda output: self._leave(output, x, local), outputs)
 
     def _open(self, other: torch.Tensor) -> torch.Tensor:
-        """Another input: a DTensor can't be computed with beside local tensors."""
+        """Another input: a DTensor can't be computed with beside local tensors. A plain one is a part too."""
+        if isinstance(other, nn.Parameter) and not isinstance(other, DTensor) and self.axis.size > 1:
+            raise ConfigError(
+                f"{self.entry.where}: got a plain parameter of shape {tuple(other.shape)} as an input. Each "
+                "rank would make a gradient of its own for it, from its part. Give the parameter to the "
+                "module, or give a DTensor, which says how it lies."
+            )
         if not isinstance(other, DTensor) or other.device_mesh != self.axis.mesh:
             return other
         if other.placements != (Replicate(),):
@@ -171,6 +177,11 @@ class SplitEmbeddingRunner:
         where = self.entry.where
         ids, rest = first_input(args, kwargs, where)
         check_split(module.weight, "weight", where)
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise UnfitError(
+                f"{where}: Expected tensor for argument #1 'indices' to have one of the following scalar "
+                f"types: Long, Int; but got {ids.dtype} instead."
+            )
         ids = cross(ids, self.entry)
         num_rows = module.weight.shape[0]
         check_ids(
