@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor, Shard, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from weft.launcher import launch
 from weft.launcher.world import RankWorld, is_rank_thread, isolated_worlds
@@ -62,6 +63,22 @@ def test_findings_of_dtensor_can_be_forgotten() -> None:
     """tensor.debug._clear_sharding_prop_cache empties the cache that holds meshes of ended worlds."""
     debug._clear_sharding_prop_cache()
     assert debug._get_python_sharding_prop_cache_info().currsize == 0
+
+
+def full_weights(expected: torch.Tensor) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    place = mesh["tp"].get_local_rank()
+    piece = expected.chunk(2)[place].chunk(2)[mesh["dp"].get_local_rank()]
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    spread = DTensor.from_local(piece, mesh, placements, shape=expected.shape, stride=expected.stride())
+    return torch.equal(spread.full_tensor(), expected)
+
+
+def test_plans_of_redistribution_are_not_taken_from_an_earlier_launch() -> None:
+    """tensor._redistribute's caches: uneven pieces on a 2x2 mesh, whose threads' numbers come again."""
+    for launched in range(6):
+        expected = torch.arange(5.0 * 4).view(5, 4) + launched
+        assert all(launch(full_weights, ranks=4, kind="thread", args=(expected,)))
 
 
 def test_profiler_can_describe_a_ranks_groups() -> None:

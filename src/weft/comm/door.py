@@ -1,6 +1,9 @@
 """What every call does on its way through the door: be counted, be watched, be started.
 
 collectives.py, messages.py and objects.py say what is called; this file launches it.
+
+Private names of torch, used here and nowhere else: `torch._C._are_functorch_transforms_active` and
+`torch._C._functorch.is_legacy_batchedtensor`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.blame import explain, late_error
@@ -19,6 +23,7 @@ from weft.comm.call import Call, Watcher, call_site
 from weft.comm.desync import watchers_in_force
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
+from weft.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -66,6 +71,15 @@ class _WatchedTicket(_PlainTicket):
                 self._begun.pop().finished(self._call, error, end_secs)
 
 
+def check_movable(tensors: Tensors) -> None:
+    """Raise for tensors of torch.func's transforms, which have no memory that could be moved."""
+    if torch._C._are_functorch_transforms_active() or any(map(is_legacy_batchedtensor, tensors)):
+        raise UnsupportedError(
+            "collectives can't move tensors inside vmap, torch.func.grad or another transform of "
+            "torch.func, nor batched gradients (is_grads_batched, vectorize=True). Loop instead."
+        )
+
+
 def launch_call(
     op: str,
     group: ProcessGroup,
@@ -84,6 +98,7 @@ def launch_call(
     the call was done at once. `inputs` are what the rank gives, `outputs` what it gets.
     `detail` is what else must agree, in words.
     """
+    check_movable(inputs)
     state = state_of(group)
     # Messages concern two ranks, so they are counted apart: the others would fall behind.
     number = next(state.numbers if is_collective else state.message_numbers)

@@ -10,8 +10,10 @@ All private torch APIs of the launcher are here; tests/threads/test_launch_world
   own thread. When it moves, DTensor's caches mix up ranks.
 - `ShardingPropagator._fake_mode_lock`: one thread at a time infers shapes. When it moves, DTensor
   operations of several threads race on FakeTensorMode.
-- `tensor.debug._clear_sharding_prop_cache` and `_clear_fast_path_sharding_prop_cache`: a rank that ends
-  forgets DTensor's findings. When they move, DTensors of the next world come out on meshes of this one.
+- `tensor.debug._clear_sharding_prop_cache`, `_clear_fast_path_sharding_prop_cache`, and of
+  `tensor._redistribute` `_gen_transform_infos` and `clear_redistribute_planner_cache`: worlds that end
+  leave no findings of DTensor's behind. When they move, DTensors of a later world are made from those of
+  this one.
 
 A world belongs to the thread that entered it. Threads which a rank starts itself see the process's own world,
 as all other threads do. While thread-ranks run, the process's own groups can't be found *by name* from C++
@@ -97,6 +99,7 @@ def is_rank_thread() -> bool:
 @contextmanager
 def isolated_worlds() -> Generator[None]:
     """Make room for worlds of threads, as long as the context lasts. Launches may nest and overlap."""
+    _forget_plans()
     with _lock:
         switch = _world() if isinstance(_world(), WorldSwitch) else WorldSwitch(_world())
         distributed_c10d._world = switch
@@ -173,6 +176,18 @@ def _forget_meshes() -> None:
         debug._clear_fast_path_sharding_prop_cache()
     else:
         debug._clear_sharding_prop_cache()
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    """The same for plans of redistribution, which the ranks of a process share.
+
+    Meshes of thread-ranks differ by their threads' numbers, and a later rank may get an earlier one's.
+    """
+    redistribution: Any = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribution is not None:
+        redistribution._gen_transform_infos.cache_clear()
+        redistribution.clear_redistribute_planner_cache()
 
 
 def _world() -> Any:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import ReduceOp
 
-from weft.errors import ConfigError, UnsupportedError
+from weft.errors import ConfigError
 from weft.local.calls import Op
 
 T = TypeVar("T")
@@ -54,18 +54,6 @@ def dense(tensor: torch.Tensor, op: Op) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{words(op)}: the local group moves tensors of cpu and cuda, not {tensor.device}.")
     return tensor
-
-
-def check_no_transform() -> None:
-    """Raise inside torch.func's transforms, whose tensors have no memory that could be moved.
-
-    Private names of torch, used here and nowhere else: `torch._C._are_functorch_transforms_active`.
-    """
-    if torch._C._are_functorch_transforms_active():
-        raise UnsupportedError(
-            "the local group can't move tensors inside vmap, torch.func.grad or another transform of "
-            "torch.func, nor batched gradients (is_grads_batched, vectorize=True). Loop instead."
-        )
 
 
 def check_rank(rank: int, size: int, op: Op) -> int:

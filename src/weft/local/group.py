@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.door import check_movable
 from weft.local import arguments, spread
 from weft.local.arithmetic import plan_fold, resolve_reduce_op, with_arithmetic
 from weft.local.calls import Op
@@ -342,7 +343,7 @@ class LocalGroup(Labels, dist.ProcessGroup):
         num_tensors: int = 1,
         device_of: torch.Tensor | None = None,  # where it is not that of the results
     ) -> LocalWork:
-        arguments.check_no_transform()
+        check_movable(results)  # bare torch.distributed comes here without passing the door
         secs = options.timeout.total_seconds()
         if secs <= 0:  # c10d's way to say that none was given
             secs = self._timeout_secs

@@ -55,10 +55,6 @@ class _LossMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            # The mode is off while it handles a call, and backward may compute a loss again (checkpointing).
-            with self:
-                return _backward(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             logits = args[0] if args else kwargs.get("input")
@@ -68,16 +64,6 @@ class _LossMode(TorchFunctionMode):
 
 
 # -- the functions, with torch's signatures ----------------------------------------------
-
-
-def _backward(
-    loss: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _cross_entropy(
