@@ -13,7 +13,7 @@ import pytest
 
 from tests.data_parallel_bodies.deaths import sightings
 from tests.local_bodies.deaths import nothing_left_behind, run_to_the_end
-from tests.tp_bodies import graphs, modules, plans, prepare, state, styles, training, traps, uneven
+from tests.tp_bodies import graphs, misuse, modules, plans, prepare, state, styles, training, traps, uneven
 from tests.tp_bodies.deaths import train_until_one_dies
 from tests.tp_bodies.running import WEFT
 from tests.tp_bodies.training import Setting
@@ -60,7 +60,7 @@ def test_two_axes(backend: str) -> None:
     [
         [*styles.BODIES, *prepare.BODIES, *prepare.WEFT_ONLY],
         [*modules.BODIES, *modules.WEFT_ONLY, *plans.BODIES, *plans.WEFT_ONLY],
-        [*traps.BODIES, *traps.WEFT_ONLY, traps.anomaly_mode],
+        [*traps.BODIES, *traps.WEFT_ONLY, *misuse.BODIES, traps.anomaly_mode],
         [*graphs.BODIES, *graphs.WEFT_ONLY, *state.BODIES, *state.WEFT_ONLY, state.pickled],
     ],
     ids=["styles", "modules", "traps", "graphs"],

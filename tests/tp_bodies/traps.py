@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from tests.tp_bodies.models import MLP, Stacked, gathering_plan, mlp_plan
@@ -318,54 +318,6 @@ def a_sum_of_many(tp: Any) -> None:
     assert_same_gradients(*models)
 
 
-def inputs_of_the_wrong_kind(tp: Any) -> None:
-    """Each is refused by name, before anything is sent."""
-    mesh = make_mesh()
-    embedding = tp.parallelize_module(
-        filled(nn.Embedding(6, 4)), mesh, tp.RowwiseParallel(input_layouts=Replicate())
-    )
-    for ids in (torch.rand(3), torch.tensor([True, False])):
-        with pytest.raises(RuntimeError, match="scalar types: Long, Int"):
-            embedding(ids)
-    with pytest.raises(IndexError, match="index out of range in self: 6, of 6 rows"):
-        embedding(torch.tensor([1, 6]))
-    linear = tp.parallelize_module(filled(nn.Linear(4, 4)), mesh, tp.ColwiseParallel())
-    with pytest.raises(ValueError, match=r"rank \d of 2 got an input of shape"):
-        linear(torch.tensor(1.0, dtype=torch.float64))
-
-
-class Scaled(nn.Module):
-    """A norm with a scale from outside."""
-
-    def forward(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return rows * scale
-
-
-def plain_parameters_as_inputs(tp: Any) -> None:
-    """A plain parameter beside a part would get a part of its gradient; a DTensor gets an addend."""
-    mesh = make_mesh()
-    module = tp.parallelize_module(Scaled(), mesh, tp.SequenceParallel(use_local_output=True))
-    rows = numbers(4, 6, 8)
-    mine = part_of(rows, Shard(1), mesh)
-    with pytest.raises(ValueError, match="a plain parameter of shape"):
-        module(mine, nn.Parameter(torch.ones(8, dtype=rows.dtype)))
-    scale = nn.Parameter(distribute_tensor(torch.ones(8, dtype=rows.dtype), mesh, [Replicate()]))
-    module(mine, scale).square().sum().backward()
-    single = torch.ones(8, dtype=rows.dtype, requires_grad=True)
-    (rows * single).square().sum().backward()
-    assert_close(scale.grad.full_tensor(), single.grad, "gradient of the scale")
-
-
-def batched_gradients(tp: Any) -> None:
-    """vmap's tensors have no memory to move: an error, where the process once died."""
-    linear = tp.parallelize_module(filled(nn.Linear(4, 4)), make_mesh(), tp.ColwiseParallel())
-    rows = numbers(2, 4).requires_grad_()
-    output = linear(rows)
-    every = torch.eye(output.numel(), dtype=output.dtype).view(-1, *output.shape)
-    with pytest.raises(RuntimeError, match="Loop instead"):
-        torch.autograd.grad(output, rows, every, is_grads_batched=True)
-
-
 BODIES: list[Callable[..., None]] = [
     hooks_of_nodes,
     hooks_in_front_of_nodes,
@@ -386,8 +338,5 @@ WEFT_ONLY: list[Callable[..., None]] = [
     a_style_inside_another,
     parameters_put_in_place,
     parallel_after_sharding,
-    inputs_of_the_wrong_kind,
-    plain_parameters_as_inputs,
-    batched_gradients,
 ]
 WEFT_ONLY_ON_FOUR: list[Callable[..., None]] = [a_dtensor_of_another_mesh]

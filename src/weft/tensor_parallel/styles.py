@@ -64,6 +64,11 @@ class SplittingStyle(ParallelStyle):
                 f"{where} was parallelized already, and {type(self).__name__} would be a second style for "
                 "it. Give each module one of ColwiseParallel, RowwiseParallel and SequenceParallel."
             )
+        if "forward" in module.__dict__:
+            raise ConfigError(
+                f"{where} has a forward of its own on the instance, which would be run in the style's place. "
+                "Parallelize first, and replace forward afterwards; or put it into a class."
+            )
         source: Any = self.src_data_rank
         if source is not None and not (isinstance(source, int) and 0 <= source < axis.size):
             raise ConfigError(
@@ -230,6 +235,11 @@ class SequenceParallel(SplittingStyle):
 
     def layouts(self, module: nn.Module) -> dict[str, Placement]:
         """All whole."""
+        if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+            raise UnsupportedError(
+                "SequenceParallel: batch norm would take statistics of each rank's part, and ranks would "
+                "drift apart. Use a layer norm, or run it on whole tensors (PrepareModuleInput)."
+            )
         return {name: Replicate() for name, _ in module.named_parameters(remove_duplicate=False)}
 
     def runner(self, module: nn.Module, axis: Axis, where: str) -> Runner:
