@@ -85,15 +85,7 @@ class FlatGradients:
         if self._count_names() == fresh_names:
             return False
         # One that is a parameter's gradient now is named by `grads`, and is added to in place.
-        counts = [*map(sys.getrefcount, self.shown)]
-        fresh = [
-            fresh_names[0 if shown is view else -1]
-            for shown, view in zip(self.shown, self.views, strict=True)
-        ]
-        held = map(operator.gt, counts, fresh)
-        return any(
-            is_held for is_held, shown, grad in zip(held, self.shown, grads, strict=True) if shown is not grad
-        )
+        return any(map(operator.is_not, self.shown, grads))
 
     def _count_names(self) -> list[int]:
         """By how many names Python knows the tensor that has the most of them, by list."""
