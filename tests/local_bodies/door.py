@@ -237,14 +237,20 @@ def buffers_are_held() -> None:
 
 
 def dropped_handles_warn() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        comm.all_reduce(torch.ones(5))
-        gc.collect()
-        dist.barrier()
-    seen = [str(warning.message) for warning in caught if issubclass(warning.category, ResourceWarning)]
-    assert len(seen) == 1, seen
-    assert "all_reduce" in seen[0]
+    beside = dist.new_group()
+    if dist.get_rank() > 0:
+        dist.barrier(group=beside)  # so that rank 0's collective can't be done before its handle is dropped
+        comm.all_reduce(torch.ones(5)).wait()
+    else:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm.all_reduce(torch.ones(5))
+            gc.collect()
+        dist.barrier(group=beside)
+        seen = [str(warning.message) for warning in caught if issubclass(warning.category, ResourceWarning)]
+        assert len(seen) == 1, seen
+        assert "all_reduce" in seen[0]
+    dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         comm.all_reduce(torch.ones(5)).wait()
