@@ -25,6 +25,7 @@ from harness import (
     Schedule,
     announce,
     check_options,
+    choose,
     measure,
     question_parser,
 )
@@ -143,11 +144,7 @@ def main() -> None:
     parser = question_parser(__doc__.splitlines()[0])
     options = parser.parse_args()
     check_options(parser, options)
-    cases = [case for case in CASES if options.only in case.name]
-    if not cases:
-        parser.error(
-            f"no case has {options.only!r} in its name; there are: {', '.join(case.name for case in CASES)}"
-        )
+    cases = choose(parser, options, CASES)
     results = run_ranks(measure_cases, NUM_RANKS, cases, options.rounds, options.quick, mpiexec=None)
     goals = [goal for case in cases for goal in plan_goals(case)]
     notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []

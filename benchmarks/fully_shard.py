@@ -34,6 +34,7 @@ from harness import (
     Schedule,
     announce,
     check_options,
+    choose,
     measure,
     question_parser,
 )
@@ -244,11 +245,7 @@ def main() -> None:
     parser = question_parser(__doc__.splitlines()[0])
     options = parser.parse_args()
     check_options(parser, options)
-    models = [model for model in MODELS if options.only in model.name]
-    if not models:
-        parser.error(
-            f"no case has {options.only!r} in its name; there are: {', '.join(m.name for m in MODELS)}"
-        )
+    models = choose(parser, options, MODELS)
     results = run_ranks(measure_models, NUM_RANKS, models, options.rounds, options.quick, mpiexec=None)
     goals = [goal for model in models for goal in plan_goals(model)]
     notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []

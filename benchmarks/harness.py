@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,25 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--rounds must be at least 1; got {options.rounds}")
     if options.quick and options.save:
         parser.error("--quick measures nothing worth keeping: leave out one of --quick and --save")
+
+
+class Named(Protocol):
+    """What `--only` chooses by."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Sequence[N]) -> list[N]:
+    """The cases that `--only` means; ends the command where it means none."""
+    chosen = [case for case in cases if options.only in case.name]
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        parser.error(f"no case has {options.only!r} in its name; there are: {names}")
+    return chosen
 
 
 def announce(case: str) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
-from harness import Candidate, CaseResult, Schedule, announce, check_options, measure, question_parser
+from harness import Candidate, CaseResult, Schedule, announce, check_options, choose, measure, question_parser
 from ranks import run_ranks
 from report import Goal, Report, describe_machine, judge, publish
 from torch import nn
@@ -301,11 +301,7 @@ def main() -> None:
     parser = question_parser(__doc__.splitlines()[0])
     options = parser.parse_args()
     check_options(parser, options)
-    cases = [case for case in CASES if options.only in case.name]
-    if not cases:
-        parser.error(
-            f"no case has {options.only!r} in its name; there are: {', '.join(c.name for c in CASES)}"
-        )
+    cases = choose(parser, options, CASES)
     results = run_ranks(measure_cases, NUM_RANKS, cases, options.rounds, options.quick, mpiexec=None)
     goals = [goal for case in cases for goal in plan_goals(case)]
     notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []

@@ -127,7 +127,7 @@ def _launch_gather(
 ) -> Handle[torch.Tensor]:
     num_ranks = group.size()
     chunk = -(-full_size // num_ranks)
-    padded = _pad(local, dim, chunk - local.shape[dim])
+    padded = pad(local, dim, chunk - local.shape[dim])
     if dim == 0:
         handle = all_gathered(padded, group, feature=feature, is_waited=is_waited)
         return handle if full_size == chunk * num_ranks else handle.then(lambda row: row[:full_size])
@@ -141,7 +141,7 @@ def _launch_scatter(
     num_ranks, full_size = group.size(), full.shape[dim]
     chunk = -(-full_size // num_ranks)
     own_size = chunk_sizes(full_size, num_ranks)[state_of(group).rank]
-    padded = _pad(full, dim, chunk * num_ranks - full_size)
+    padded = pad(full, dim, chunk * num_ranks - full_size)
     if dim == 0:
         handle = reduce_scattered(padded, group=group, feature=feature, is_waited=is_waited)
         return handle if own_size == chunk else handle.then(lambda row: row[:own_size])
@@ -174,7 +174,8 @@ def _launch_exchange(
     return handle.then(assemble)
 
 
-def _pad(tensor: torch.Tensor, dim: int, num_rows: int) -> torch.Tensor:
+def pad(tensor: torch.Tensor, dim: int, num_rows: int) -> torch.Tensor:
+    """The tensor with so many rows of zeros behind it along the dim."""
     if not num_rows:
         return tensor
     return nn_functional.pad(tensor, [*([0, 0] * (tensor.ndim - 1 - dim)), 0, num_rows])

@@ -30,9 +30,7 @@ class Crossing:
     want: Placement | None  # how the result shall lie; None: as it does
     is_local: bool  # whether the result is a plain tensor
     where: str  # for errors
-    grad: Placement | None = (
-        None  # how the gradient of a plain result comes; None: as the layout's counterpart
-    )
+    grad: Placement | None = None  # how a plain result's gradient comes; None: as the counterpart
     whole_size: int | None = None  # along the dim of `have`, where it is known
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weft import comm
+from weft.comm.layouts import pad
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensors import make_parameter, shaped_spec
@@ -79,15 +80,11 @@ def _receive(data: torch.Tensor, layout: Placement, axis: Axis, source: int) -> 
     received = data.new_empty(shape)
     parts = None
     if axis.rank == source:  # chunks of one size: the last ones are filled up, and cut again
-        parts = [_filled(comm.cut(data, layout.dim, axis.size, rank), shape) for rank in range(axis.size)]
+        chunks = [comm.cut(data, layout.dim, axis.size, rank) for rank in range(axis.size)]
+        parts = [
+            pad(chunk, layout.dim, sizes[0] - size).contiguous()
+            for chunk, size in zip(chunks, sizes, strict=True)
+        ]
     comm.scatter(received, parts, root, axis.group, feature=FEATURE).wait()
     own = received.narrow(layout.dim, 0, sizes[axis.rank])
     return own if own.shape == received.shape else own.clone(memory_format=torch.contiguous_format)
-
-
-def _filled(part: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    if list(part.shape) == shape:
-        return part.contiguous()
-    full = part.new_zeros(shape)
-    full[tuple(slice(0, size) for size in part.shape)] = part
-    return full

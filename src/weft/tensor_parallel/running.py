@@ -85,9 +85,8 @@ class LinearRunner:
                 f"{sorted(kwargs)}."
             )
         weight, bias = module.weight, module.bias
-        if not isinstance(weight, DTensor):
-            check_split(weight, "weight", self.call.where)
-        if bias is not None and not isinstance(bias, DTensor):
+        check_split(weight, "weight", self.call.where)
+        if bias is not None:
             check_split(bias, "bias", self.call.where)
         return SplitLinear.apply(x, weight, bias, self.call)
 
