@@ -14,6 +14,7 @@ from tests.local_bodies.deaths import run_to_the_end
 from tests.tp_bodies import (
     graphs,
     modules,
+    moves,
     on_gpu,
     on_gpu_randomness,
     on_gpu_streams,
@@ -59,6 +60,8 @@ BORROWED: list[Body] = [
     *prepare.BODIES,
     *prepare.WEFT_ONLY,
     *MODULES,
+    *moves.BODIES,
+    moves.lookups_without_columns,
     *graphs.BODIES,
     *graphs.WEFT_ONLY,
     *state.BODIES,

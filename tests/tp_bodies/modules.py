@@ -27,6 +27,7 @@ from tests.tp_bodies.twins import (
     make_mesh,
     numbers,
     part_of,
+    sgd_of,
     tokens,
 )
 
@@ -250,7 +251,7 @@ def tied_weights(tp: Any) -> None:
             twin.zero()
             twin.run(tokens(2, 8, vocabulary=12, seed=step), Replicate(), Replicate())
             for each in (twin.parallel, twin.single):
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                sgd_of(each, lr=0.1).step()
         assert model.head.weight is model.embedding.weight
 
 

@@ -217,6 +217,24 @@ def moved_afterwards(device: str) -> None:
     assert_close(model(rows).detach(), single(rows).detach(), "output")
 
 
+def moved_about(device: str) -> None:
+    """Out of the device's memory and back: what was computed with before isn't computed with again."""
+    model, single = filled(MLP()), filled(MLP()).to(device)
+    tp.parallelize_module(model, mesh_on(device), mlp_plan(tp))
+    rows = numbers(4, 8).to(device)
+    for each in (model, single):
+        each(rows).square().sum().backward()
+        each.cpu()
+        assert all(local_of(param).is_cpu and local_of(param.grad).is_cpu for param in each.parameters())
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(2.0)
+        each.to(device)
+        each(rows).square().sum().backward()
+    assert_same_parameters(model, single, tolerance=0.0)
+    assert_same_gradients(model, single)
+
+
 def a_word_outside(style: str) -> None:
     """On a GPU the error comes late and ends the process's use of it: only for ranks that may die."""
     device = "cuda"
@@ -236,4 +254,5 @@ BODIES: list[Callable[[str], None]] = [
     clipped,
     copies,
     moved_afterwards,
+    moved_about,
 ]

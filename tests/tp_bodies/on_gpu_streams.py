@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import weft.tensor_parallel as tp
-from tests.fsdp_bodies.late_collectives import LateCollectives, poisoned
+from tests.fsdp_bodies.late_collectives import LateCollectives, LateWork, poisoned
 from tests.tp_bodies.models import Stacked, gathering_plan, mlp_plan
 from tests.tp_bodies.on_gpu import mesh_on
 from tests.tp_bodies.twins import assert_close, assert_same_gradients, filled, local_input, numbers, part_of
@@ -42,6 +42,23 @@ class Late(LateCollectives):
         arrived = tensor.clone()
         self._sum(arrived, *args, **kwargs)
         return self._finish_late(tensor, arrived, tensor)
+
+    def gather(
+        self, out: torch.Tensor, tensor: torch.Tensor, group: Any, *, is_waited: bool = False
+    ) -> LateWork | None:
+        work = super().gather(out, tensor, group)
+        return _waited_for(work) if is_waited else work
+
+    def reduce(
+        self, out: torch.Tensor, tensor: torch.Tensor, op: Any, group: Any, *, is_waited: bool = False
+    ) -> LateWork | None:
+        work = super().reduce(out, tensor, op, group)
+        return _waited_for(work) if is_waited else work
+
+
+def _waited_for(work: LateWork) -> None:
+    """As torch leaves a call that isn't asynchronous: this stream waits, the host doesn't."""
+    work.wait()
 
 
 @contextmanager

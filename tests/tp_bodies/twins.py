@@ -271,6 +271,16 @@ class Twin:
             each.zero_grad(set_to_none=True)
 
 
+def sgd_of(model: nn.Module, lr: float) -> torch.optim.SGD:
+    """For plans that leave some parameters plain: torch's optimizers step many parameters of a group at once,
+    by default on GPUs, and refuse to do so with plain ones and DTensors together.
+    """
+    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param in model.parameters():
+        kinds[isinstance(param, DTensor)].append(param)
+    return torch.optim.SGD([{"params": params} for params in kinds.values() if params], lr=lr)
+
+
 LAYOUTS: dict[str, Placement] = {
     "R": Replicate(),
     "S0": Shard(0),

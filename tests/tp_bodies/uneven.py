@@ -25,6 +25,7 @@ from tests.tp_bodies.twins import (
     make_mesh,
     numbers,
     part_of,
+    sgd_of,
     tokens,
     whole_of,
 )
@@ -135,7 +136,7 @@ def language(tp: Any) -> None:
                 words = tokens(3, length, vocabulary=vocabulary, seed=step)
                 twin.run(words, Replicate(), Replicate())
                 for each in (twin.parallel, twin.single):
-                    torch.optim.SGD(each.parameters(), lr=0.1).step()
+                    sgd_of(each, lr=0.1).step()
 
 
 def what_each_rank_holds(tp: Any) -> None:

@@ -48,13 +48,14 @@ def check_param(name: str, param: Any, layout: Placement, axis: Axis, where: str
 def distribute_param(
     param: nn.Parameter, layout: Placement, axis: Axis, src_data_rank: int | None
 ) -> nn.Parameter:
-    """The parameter as a DTensor, with the values of the group's rank `src_data_rank`.
+    """The parameter as a DTensor on the mesh's kind of device, with the values of the group's rank
+    `src_data_rank`.
 
-    None takes each rank's own. On the meta device there are no values.
+    None takes each rank's own. On the meta device there are no values, and it stays there.
     """
     if isinstance(param, DTensor):
         return param
-    data = param.detach()
+    data = _on_mesh_device(param.detach(), axis)
     if src_data_rank is not None and axis.size > 1 and data.device.type != "meta":
         local = _receive(data, layout, axis, src_data_rank)
     elif isinstance(layout, Shard):
@@ -64,6 +65,21 @@ def distribute_param(
         local = data.contiguous()
     spec = shaped_spec(axis.mesh, (layout,), data.shape, local)
     return make_parameter(local, spec, requires_grad=param.requires_grad)
+
+
+def move_buffers(module: nn.Module, axis: Axis) -> None:
+    """Let the module's buffers be where its parameters are now."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = _on_mesh_device(buffer, axis)
+
+
+def _on_mesh_device(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tensor in memory that the mesh's ranks compute in; without values it stays where it is."""
+    if tensor.device.type in ("meta", axis.mesh.device_type):
+        return tensor
+    return tensor.to(axis.mesh.device_type)
 
 
 def _receive(data: torch.Tensor, layout: Placement, axis: Axis, source: int) -> torch.Tensor:

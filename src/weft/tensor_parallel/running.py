@@ -114,7 +114,8 @@ class LocalRunner:
             opened_params(module, self.axis, self.grad_layout, self._change_param),
             local_randomness(self.axis.mesh, local.device) if is_random else nullcontext(),
         ):
-            outputs = own_forward(module, (local, *rest), kwargs)
+            run = _look_up if isinstance(module, nn.Embedding) else own_forward
+            outputs = run(module, (local, *rest), kwargs)
         return map_tensors(lambda output: self._leave(output, x, local), outputs)
 
     def _open(self, other: torch.Tensor) -> torch.Tensor:
@@ -148,6 +149,22 @@ class LocalRunner:
             size = whole_output_size(output, x, local, self.made)
         way = Crossing(self.axis, self.made, self.output, self.is_local, self.entry.where, whole_size=size)
         return cross(output, way)
+
+
+def _look_up(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of an embedding, of which this rank may have no columns."""
+    slots = module._parameters
+    weight: torch.Tensor = slots["weight"]
+    if weight.numel():
+        return own_forward(module, args, kwargs)
+    # On CUDA the backward of a lookup reads memory that a weight without columns doesn't have. So autograd
+    # doesn't see the lookup; a sum of nothing lets the weight have its gradient, and outputs their backward.
+    slots["weight"] = weight.detach()
+    try:
+        outputs = own_forward(module, args, kwargs)
+    finally:
+        slots["weight"] = weight
+    return map_tensors(lambda out: out + weight.sum() if out.is_floating_point() else out, outputs)
 
 
 def whole_output_size(

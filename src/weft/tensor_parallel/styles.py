@@ -20,7 +20,7 @@ from weft.modules import attached
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing
 from weft.tensor_parallel.linear import LinearCall
-from weft.tensor_parallel.parameters import check_param, distribute_param, param_at
+from weft.tensor_parallel.parameters import check_param, distribute_param, move_buffers, param_at
 from weft.tensor_parallel.running import (
     STATE,
     LinearRunner,
@@ -89,6 +89,7 @@ class SplittingStyle(ParallelStyle):
                 made[id(param)] = distribute_param(param, layout, axis, self.src_data_rank)
             owner, _, own_name = name.rpartition(".")
             module.get_submodule(owner)._parameters[own_name] = made[id(param)]
+        move_buffers(module, axis)
         install_runner(module, self.runner(module, axis, where))
         return module
 
