@@ -1,6 +1,6 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm, comm_hooks, fsdp, join, optimizers, tensor_parallel
+from weft import comm, comm_hooks, fsdp, join, optimizers, rpc, tensor_parallel
 from weft.comm import Handle, desync_check, record
 from weft.comm_hooks import GradBucket
 from weft.data_parallel import DistributedDataParallel, replicate
@@ -40,6 +40,7 @@ from weft.optimizers import (
     clip_grads_with_norm_,
     get_total_norm,
 )
+from weft.rpc import RemoteModule
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -61,6 +62,7 @@ __all__ = [
     "PeerTimeoutError",
     "PostLocalSGDOptimizer",
     "RefusedError",
+    "RemoteModule",
     "StateError",
     "UnfitError",
     "UnshardHandle",
@@ -84,6 +86,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "replicate_with_fsdp",
+    "rpc",
     "share_comm_ctx",
     "tensor_parallel",
 ]

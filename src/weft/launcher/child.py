@@ -40,6 +40,7 @@ from weft.launcher.wire import (
     receive_message,
 )
 from weft.launcher.world import abort_groups, destroy_groups, init_default_group
+from weft.rpc.registry import end_worker
 
 # A rank that has returned keeps its groups this long for peers that are about to return too:
 # closing a connection discards what the peer has not read yet. Not longer, so that a peer that
@@ -119,6 +120,7 @@ class RankChild:
             self._linger()
         except BaseException as exception:
             self._fail(exception)
+        end_worker()
         destroy_groups()
         sys.excepthook = self._excepthook  # init_process_group wraps it, and nothing ever unwraps it
         # Groups and shared memory in reference cycles must not live on into the next job.
@@ -149,6 +151,7 @@ class RankChild:
     def _fail(self, exception: BaseException) -> None:
         """Tell the peers and the launcher. Keeps nothing: the exception's frames hold the user's tensors."""
         failure = exception_failure(self._rank, exception, time.monotonic())
+        end_worker(failure.headline)
         abort_groups(failure.headline)
         self._send(
             Failed(

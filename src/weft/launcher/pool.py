@@ -8,6 +8,7 @@ its owner makes another.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -49,9 +50,10 @@ class RankPool:
         self._num_jobs = 0
         self._store: Store | None = None
         self._processes: list[RankProcess] = []
+        secret = os.environ.get("WEFT_RPC_SECRET") or secrets.token_hex(32)
         try:
             for rank in range(ranks):
-                self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks)))
+                self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks, secret)))
             # The launcher hosts the store, so that it outlives every rank.
             self._store, port = host_store()
             for process in self._processes:
@@ -187,8 +189,8 @@ class RankPool:
         return launch_error(failures, len(self._processes))
 
 
-def rank_environment(rank: int, ranks: int) -> dict[str, str]:
-    """The environment of a process-rank: this process's, with what torchrun would add."""
+def rank_environment(rank: int, ranks: int, secret: str) -> dict[str, str]:
+    """The environment of a process-rank: this process's, with what torchrun would add, and RPC's secret."""
     env = dict(os.environ)
     env.update(
         RANK=str(rank),
@@ -196,6 +198,7 @@ def rank_environment(rank: int, ranks: int) -> dict[str, str]:
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",  # MASTER_PORT comes with each job
+        WEFT_RPC_SECRET=secret,
     )
     # Under torchrun this says that its agent hosts the store; for our MASTER_PORT nobody does.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -33,6 +33,7 @@ from weft.launcher.world import (
     init_default_group,
     isolated_worlds,
 )
+from weft.rpc.registry import end_worker
 
 # As for process-ranks: see child.LINGER_SECS.
 _LINGER_SECS = 1.0
@@ -136,6 +137,7 @@ class ThreadRun:
                     self._results[rank] = result
                     self._changed.notify_all()
                     self._changed.wait_for(self._all_ended, _LINGER_SECS)
+                end_worker()
                 destroy_groups()
             except BaseException as exception:
                 self._fail(rank, exception)
@@ -155,6 +157,7 @@ class ThreadRun:
 
     def _fail(self, rank: int, exception: BaseException) -> None:
         failure = exception_failure(rank, exception, time.monotonic())
+        end_worker(failure.headline)
         abort_groups(failure.headline)
         with self._changed:
             self._failures[rank] = failure

@@ -1,0 +1,394 @@
+"""The agent: a worker's end of every call.
+
+Calls go out here and their answers come back; what other workers ask for is served in serving.py. Links move
+the messages, the pool hears them, the book counts RRefs, the clock sees to timeouts.
+
+Failure: a worker that is gone is an error for each call that needs it, at once; one that is slow, when the
+timeout is over. A call is answered once and never sent twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weft.errors import ConfigError, PeerError, PeerTimeoutError, StateError, UnfitError
+from weft.rpc import registry
+from weft.rpc.calls import Answer, AsyncCall, Call, CallFuture, CallTable, SyncCall
+from weft.rpc.clock import Clock
+from weft.rpc.constants import UNSET_RPC_TIMEOUT
+from weft.rpc.directory import Destination, Directory
+from weft.rpc.failures import rebuild_failure
+from weft.rpc.gathering import Gatherings
+from weft.rpc.links import Links
+from weft.rpc.notices import REMOTE_IDS, write_notice
+from weft.rpc.options import AgentOptions
+from weft.rpc.owned import GlobalId
+from weft.rpc.packing import Packer
+from weft.rpc.peers import Peer
+from weft.rpc.pool import Pool
+from weft.rpc.rref import RRef
+from weft.rpc.rref_book import RRefBook
+from weft.rpc.secret import derive_keys
+from weft.rpc.serving import Server
+from weft.rpc.tensors import TensorPost
+from weft.rpc.wire import Kind, Message, encode_message
+from weft.rpc.workers import Card, WorkerInfo
+
+logger = logging.getLogger(__name__)
+_DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
+_JOIN_SECS = 5.0
+
+
+class Agent:
+    """One worker's agent. `look_up(name_or_id)` finds the card of a worker that joined later, or None."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        epoch: int,
+        secret: bytes,
+        options: AgentOptions,
+        look_up: Callable[[str | int], Card | None],
+    ) -> None:
+        self.info = info
+        self.epoch = epoch
+        self.options = options
+        self.timeout_secs = options.timeout_secs
+        self.is_ended = False
+        self.calls = CallTable()
+        self.post = TensorPost(info.id)
+        self.book = RRefBook(info.id, self.tell)
+        self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo)
+        self.directory = Directory(info, options.device_maps, look_up)
+        self.peers = self.directory.peers
+        self.when_lost: list[Callable[[Peer], None]] = []
+        # Of a dynamic group; joining.py sets them.
+        self.leave_group: Callable[[], None] | None = None
+        self.list_members: Callable[[], list[Card]] | None = None
+        self._introducing = threading.Lock()
+        self._jobs: dict[int, Callable[[], None]] = {}
+        self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
+        self.server = Server(self)
+        self.pool = Pool(
+            self.links.receive, self.server.accept, lambda: registry.enter(self), options.num_threads
+        )
+        self.clock = Clock(self._time_out)
+        self.gatherings = Gatherings(self)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self.pool.start()
+        self.clock.start()
+
+    # Peers
+
+    def introduce(self, peer: Peer) -> None:
+        """Open the link to a peer, if there is none, and say there who this worker is."""
+        if self.links.is_open(peer.info.id):
+            return
+        with self._introducing:
+            if self.links.is_open(peer.info.id):
+                return
+            self.links.open(peer.info.id, self.directory.address_of(peer))
+            self._send(peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode())))
+
+    def _send(
+        self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
+    ) -> None:
+        message = Message(kind, self.info.id, call_id, self.epoch, body, buffers or ())
+        self.links.send(peer.info.id, encode_message(message))
+
+    def send(
+        self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
+    ) -> None:
+        """Send a message to a peer. Raises PeerError when it is gone."""
+        if peer.lost is not None:
+            raise peer.gone_error("a message")
+        self.introduce(peer)
+        self._send(peer, kind, call_id, body, buffers)
+
+    def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
+        """Tell another worker's book something; nothing is done when that worker is gone."""
+        try:
+            self.send(self.directory.find(worker_id), Kind.CONTROL, 0, write_notice(notice))
+        except (PeerError, StateError, UnfitError):
+            logger.debug("worker %s is gone; it was to hear %s", worker_id, notice)
+
+    # Calls
+
+    def resolve_timeout(self, timeout: float) -> float:
+        """Seconds for a call; 0 for none."""
+        if timeout == UNSET_RPC_TIMEOUT:
+            return self.timeout_secs
+        if timeout < 0:
+            raise ConfigError(
+                f"timeout must be 0 (none) or more seconds, or {UNSET_RPC_TIMEOUT} for the default, not "
+                f"{timeout}."
+            )
+        return float(timeout)
+
+    def call_sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+    ) -> Any:
+        """Call a function on a worker and wait for what it returns or raises."""
+        peer = self.directory.find(to)
+        call = SyncCall(peer.info, f"rpc_sync of {_name_of(func)}", self.resolve_timeout(timeout))
+        if peer.lost is not None:
+            raise peer.gone_error(call.what)
+        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
+        return self._wait(call)
+
+    def call_async(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        *,
+        is_internal: bool = False,
+    ) -> CallFuture:
+        """Call a function on a worker; a future of what it returns or raises."""
+        peer = self.directory.find(to)
+        call = self._future_call(peer, f"rpc_async of {_name_of(func)}", self.resolve_timeout(timeout))
+        call.is_internal = is_internal
+        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
+        return call.future
+
+    def call_remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+    ) -> RRef[Any]:
+        """Call a function on a worker; an RRef to what it returns."""
+        peer = self.directory.find(to)
+        rref_id, fork_id = self.book.new_id(), self.book.new_id()
+        call = self._future_call(peer, f"remote of {_name_of(func)}", self.resolve_timeout(timeout))
+        if peer.info.id == self.info.id:
+            rref = RRef.of_owned(self, self.book.create(rref_id, None, peer.info.id))
+        else:
+            rref = RRef.of_other(self, peer.info, rref_id, fork_id)
+            self.book.add_user(rref)
+        rref.created_by(call.future, call.deadline)
+        ids = REMOTE_IDS.pack(rref_id.local_id, fork_id.local_id)
+        try:
+            self._launch(peer, call, Kind.REMOTE, (func, args, kwargs), ids)
+        except BaseException:
+            if rref.owned is not None:
+                self.book.release_unheld(rref.owned)
+            raise
+        return rref
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """A copy of the value of another worker's RRef."""
+        peer = self.directory.find(rref.owner().id)
+        call = SyncCall(peer.info, f"to_here of {rref}", rref.limit_wait(self.resolve_timeout(timeout)))
+        if peer.lost is not None:
+            raise peer.gone_error(call.what)
+        self._enter(peer, call)
+        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id)), [])
+        try:
+            return self._wait(call)
+        except PeerTimeoutError:
+            rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
+            raise
+
+    def _future_call(self, peer: Peer, what: str, timeout_secs: float) -> AsyncCall:
+        return AsyncCall(peer.info, what, timeout_secs, CallFuture(self.pool.blocking), self.open_answer)
+
+    def _enter(self, peer: Peer, call: Call) -> None:
+        if not call.is_internal:
+            peer.enter(self.options.max_in_flight, call.timeout_secs, call.what)
+
+    def _launch(self, peer: Peer, call: Call, kind: Kind, payload: tuple[Any, ...], ids: bytes = b"") -> None:
+        """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
+        self._enter(peer, call)
+        try:
+            packed = self.packer.pack(payload, peer.calling)
+        except BaseException:
+            if not call.is_internal:
+                peer.leave()
+            raise
+        body = ids + packed.body if ids else packed.body
+        if not self._post_call(peer, call, kind, body, packed.buffers):
+            self.book.undo(packed.cargo)
+
+    def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
+        """Send a call that is packed; False when it was answered with an error instead."""
+        self.calls.add(call)
+        try:
+            # The peer may be found dead at any time: from now on that answers the call.
+            self.send(peer, kind, call.id, body, buffers)
+        except PeerError:
+            self.give_answer(call.id, peer.gone_error(call.what) if peer.lost else sys.exc_info()[1])
+            return False
+        if peer.lost is not None:
+            self.give_answer(call.id, peer.lost_error(call.what))
+        if call.deadline is not None:
+            self.clock.note(call.deadline)
+        return True
+
+    def _wait(self, call: SyncCall) -> Any:
+        with self.pool.blocking():
+            is_answered = call.wait()
+        if not is_answered and self.take(call.id) is not None:
+            raise call.timeout_error()
+        if call.reply is None:  # somebody took it to answer it just as its time was over
+            call.wait()
+        assert call.reply is not None
+        return self.open_answer(call.reply)
+
+    # Answers
+
+    def take(self, call_id: int) -> Call | None:
+        """Take a call out of the table, to answer it."""
+        call = self.calls.take(call_id)
+        if call is not None and not call.is_internal:
+            self.peers[call.to.id].leave()
+        return call
+
+    def give_answer(self, call_id: int, answer: Answer | None) -> None:
+        """Answer a call from another thread than the pool's."""
+        call = self.take(call_id)
+        if call is not None and answer is not None:
+            self.run_soon(call.answer(answer))
+
+    def open_answer(self, answer: Answer) -> Any:
+        """What an answer holds: a value to return, or an exception to raise."""
+        if isinstance(answer, BaseException):
+            raise answer
+        value = self.packer.unpack(answer.body, answer.buffers, self.peers[answer.sender].calling)
+        if answer.kind is Kind.FAILURE:
+            raise rebuild_failure(value, None)
+        return value
+
+    def run_soon(self, job: Callable[[], None] | None) -> None:
+        """Run a job on the pool."""
+        if job is not None and not self.is_ended:
+            number = id(job)
+            self._jobs[number] = job
+            self._send(self.peers[self.info.id], Kind.CONTROL, number, write_notice(("job",)))
+
+    def take_job(self, number: int) -> Callable[[], None] | None:
+        """The job of a number, once."""
+        return self._jobs.pop(number, None)
+
+    def _time_out(self) -> float | None:
+        now = time.monotonic()
+        for call in self.calls.take_all(lambda call: call.deadline is not None and call.deadline <= now):
+            if not call.is_internal:
+                self.peers[call.to.id].leave()
+            self.run_soon(call.answer(call.timeout_error()))
+        return self.calls.next_deadline()
+
+    # How it stands
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the group has a size that was given."""
+        return self.list_members is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call of this worker's, and none that it serves, is unfinished."""
+        return not self.calls.num_open and not self.pool.num_busy
+
+    def describe_open(self) -> str:
+        """The unfinished calls, for an error."""
+        return self.calls.describe() or f"{self.pool.num_busy} calls of other workers run here"
+
+    def get_worker_info(self, to: Destination | None = None) -> WorkerInfo:
+        """The name and id of a worker; of this one where none is given."""
+        return self.info if to is None else self.directory.find(to).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Everyone who is there."""
+        if self.list_members is not None:
+            for card in self.list_members():
+                self.directory.add(card)
+        return [peer.info for _, peer in sorted(self.peers.items()) if not peer.has_left]
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Numbers for the curious, under torch's names."""
+        return {
+            "agent.thread_pool_size": str(self.options.num_threads),
+            "agent.num_idle_threads": str(self.pool.num_threads - self.pool.num_busy),
+            "agent.client_active_calls": str(self.calls.num_open),
+            "agent.server_active_calls": str(self.pool.num_busy),
+        }
+
+    # Workers that go
+
+    def _on_link_lost(self, peer_id: int, why: str, was_up: bool) -> None:
+        def decide() -> None:
+            self.peers[peer_id].was_reached = was_up
+            self.lose(peer_id, why)
+
+        # A worker that leaves says goodbye and closes its links: the goodbye may be heard second.
+        self.clock.put_later(time.monotonic() + _DOUBT_SECS, decide)
+
+    def lose(self, peer_id: int, why: str, *, has_left: bool = False) -> None:
+        """Give a worker up: everything that needs it is an error from now on."""
+        peer = self.peers.get(peer_id)
+        if peer is None or self.is_ended or not peer.lose(why, has_left=has_left):
+            return
+        for call in self.calls.take_all(lambda call: call.to.id == peer_id):
+            if not call.is_internal:
+                peer.leave()
+            self.run_soon(call.answer(peer.lost_error(call.what)))
+        self.links.drop(peer_id)
+        self.book.on_lost(peer_id)
+        self.post.release_peer(peer_id)
+        for hear in list(self.when_lost):
+            hear(peer)
+
+    def drop_rref(self, owner_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
+        """Tell an owner that an RRef is gone. May be called by the garbage collector, at any moment."""
+        if not self.is_ended:
+            self.clock.put(lambda: self.book.drop_user(owner_id, rref_id, fork_id))
+
+    # The end
+
+    def end(self, failure: str | None = None) -> None:
+        """Leave: say goodbye, stop serving, end every thread. Open calls are answered with an error.
+
+        `failure` says why this worker did not leave by itself.
+        """
+        if self.is_ended:
+            return
+        if self.leave_group is not None:
+            self.leave_group()
+        self.clock.stop()
+        for peer in list(self.peers.values()):
+            if peer.lost is None and peer.info != self.info and self.links.is_open(peer.info.id):
+                self.tell(peer.info.id, ("bye", failure))
+        self.is_ended = True
+        registry.remove(self)
+        self.links.stop()
+        ended = StateError(f"RPC was shut down on worker '{self.info.name}' while this call had no answer.")
+        for call in self.calls.take_all(lambda call: True):
+            job = call.answer(ended)
+            if job is not None:
+                job()
+        self.pool.join(_JOIN_SECS)
+        self.links.close()
+        self.post.close()
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module else str(name)

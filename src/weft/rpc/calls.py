@@ -1,0 +1,202 @@
+"""Calls that wait for their answer.
+
+A call is answered once: by a message, or by an error (a timeout, a dead worker, a shutdown). Whoever takes it
+out of the table answers it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from weft.errors import PeerTimeoutError
+from weft.rpc.wire import Message
+from weft.rpc.workers import WorkerInfo
+
+Answer = Message | BaseException
+Blocking = Callable[[], AbstractContextManager[None]]
+
+
+class Call:
+    """A call on its way. `what` says which, for errors: "rpc_sync of torch.add"."""
+
+    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
+        self.id = 0
+        self.to = to
+        self.what = what
+        self.timeout_secs = timeout_secs  # 0: none
+        self.deadline = time.monotonic() + timeout_secs if timeout_secs else None
+        self.is_internal = False  # weft's own: it does not keep a shutdown waiting
+
+    def answer(self, answer: Answer) -> Callable[[], None] | None:
+        """Take the answer. Must not wait; what would is returned as a job."""
+        raise NotImplementedError
+
+    def timeout_error(self) -> PeerTimeoutError:
+        """What the caller sees when no answer came in time."""
+        return PeerTimeoutError(
+            f"RPC ran for more than set timeout ({self.timeout_secs * 1000:g} ms) and will now be marked "
+            f"with an error: {self.what} on worker '{self.to.name}' (id {self.to.id}) has not answered. It "
+            "may still run there. Give it more time (timeout=), or see what that worker does.",
+            [self.to.id],
+        )
+
+
+class SyncCall(Call):
+    """A call whose caller waits on the spot, and decodes the answer itself."""
+
+    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
+        super().__init__(to, what, timeout_secs)
+        self.deadline = None  # its caller looks at the clock itself
+        self._answered = threading.Lock()
+        self._answered.acquire()
+        self.reply: Answer | None = None
+
+    def answer(self, answer: Answer) -> None:
+        """Take the answer and wake the caller."""
+        self.reply = answer
+        self._answered.release()
+
+    def wait(self) -> bool:
+        """Whether the answer came in time."""
+        return self._answered.acquire(timeout=self.timeout_secs or -1)
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """The future of a call. Waiting for it in a handler does not use up a thread of the pool."""
+
+    def __init__(self, blocking: Blocking) -> None:
+        super().__init__()
+        self._blocking = blocking
+        self._gate = threading.Lock()
+        self._has_callbacks = False
+
+    def wait(self) -> Any:
+        """The result, or the error raised."""
+        if not self.done():
+            with self._blocking():
+                return super().wait()
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        """As torch's: a future of what `callback` returns."""
+        with self._gate:
+            self._has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[..., None]) -> None:
+        """As torch's: run `callback` when this future is done."""
+        with self._gate:
+            self._has_callbacks = True
+        super().add_done_callback(callback)
+
+    def complete(self, outcome: Callable[[], Any]) -> Callable[[], None] | None:
+        """Set what `outcome` returns or raises; as a job where callbacks, which may wait, are to run."""
+        with self._gate:
+            if not self._has_callbacks:
+                self._set(outcome)
+                return None
+        return lambda: self._set(outcome)
+
+    def _set(self, outcome: Callable[[], Any]) -> None:
+        try:
+            value = outcome()
+        except Exception as error:
+            self.set_exception(error)
+        except BaseException as error:  # a future can't hold it
+            self.set_exception(RuntimeError(repr(error)))
+        else:
+            self.set_result(value)
+
+
+def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+    """A future of these futures when all are done; of the first error as soon as there is one."""
+    collected: torch.futures.Future[Any] = torch.futures.Future()
+    lock = threading.Lock()
+    num_left = len(futures)
+
+    def count(future: torch.futures.Future[Any]) -> None:
+        nonlocal num_left
+        error: Exception | None = None
+        try:
+            future.value()
+        except Exception as failed:
+            error = failed
+        with lock:
+            is_last = num_left == 1 or (error is not None and num_left > 0)
+            num_left = 0 if is_last else num_left - 1
+        if error is not None and is_last:
+            collected.set_exception(error)
+        elif is_last:
+            collected.set_result(list(futures))
+
+    for future in futures:
+        future.add_done_callback(count)
+    return collected
+
+
+class AsyncCall(Call):
+    """A call with a future."""
+
+    def __init__(
+        self,
+        to: WorkerInfo,
+        what: str,
+        timeout_secs: float,
+        future: CallFuture,
+        open_answer: Callable[[Answer], Any],
+    ) -> None:
+        super().__init__(to, what, timeout_secs)
+        self.future = future
+        self._open_answer = open_answer
+
+    def answer(self, answer: Answer) -> Callable[[], None] | None:
+        """Complete the future."""
+        return self.future.complete(lambda: self._open_answer(answer))
+
+
+class CallTable:
+    """The calls of one agent that have no answer yet."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._ids = itertools.count(1)
+        self.num_started_by_users = 0  # it only has to change when there are more
+
+    def add(self, call: Call) -> None:
+        """Give the call an id and keep it."""
+        call.id = next(self._ids)
+        if not call.is_internal:
+            self.num_started_by_users = call.id
+        self._calls[call.id] = call
+
+    def take(self, call_id: int) -> Call | None:
+        """Take a call out, to answer it; None when somebody else did."""
+        return self._calls.pop(call_id, None)
+
+    def take_all(self, chosen: Callable[[Call], bool]) -> list[Call]:
+        """Take out the calls that are chosen."""
+        taken = [self.take(call.id) for call in list(self._calls.values()) if chosen(call)]
+        return [call for call in taken if call is not None]
+
+    def next_deadline(self) -> float | None:
+        """When the first of them runs out of time."""
+        deadlines = [call.deadline for call in list(self._calls.values()) if call.deadline is not None]
+        return min(deadlines, default=None)
+
+    @property
+    def num_open(self) -> int:
+        """How many of the users' own calls have no answer."""
+        return sum(not call.is_internal for call in list(self._calls.values()))
+
+    def describe(self) -> str:
+        """The open calls, for an error."""
+        calls = [call for call in list(self._calls.values()) if not call.is_internal]
+        shown = ", ".join(f"{call.what} on '{call.to.name}'" for call in calls[:5])
+        return f"{shown} and {len(calls) - 5} more" if len(calls) > 5 else shown

@@ -1,0 +1,54 @@
+"""Exceptions across the wire: they arrive as themselves, with the remote traceback as their cause.
+
+An exception travels as its text, which always arrives, and as a pickle, which may not: its class may be
+unknown here, or refuse to be built from what it was pickled with.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any, cast
+
+from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
+from weft.rpc.workers import WorkerInfo
+
+Failure = tuple[str, str, bytes | None]  # what it is, its traceback, its pickle
+
+
+class RemoteTraceback(Exception):
+    """Where an exception was raised on its worker: the cause of the one that is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def describe_failure(error: BaseException, worker: WorkerInfo) -> Failure:
+    """An exception as data."""
+    frames = traceback.format_exception(type(error), error, error.__traceback__)
+    text = f"On {worker}:\n{error!r}\n{''.join(frames)}"
+    try:
+        pickled = pickle_object(error)
+        body = pickled.body if not pickled.tensors and not pickled.buffers else None
+    except Exception:
+        body = None
+    return f"{type(error).__qualname__}: {error}", text, body
+
+
+def rebuild_failure(failure: Failure, allowed: Allowed | None) -> BaseException:
+    """The exception, to be raised here."""
+    headline, text, body = failure
+    if body is None:
+        error: BaseException = RuntimeError(f"{headline}\n(It could not be pickled.) {text}")
+    else:
+        try:
+            error = cast(BaseException, unpickle_object(body, (), (), allowed))
+            if not isinstance(cast(Any, error), BaseException):
+                raise pickle.UnpicklingError(f"{type(error).__name__} is no exception")
+        except Exception as problem:
+            error = RuntimeError(
+                f"Failed to create original exception type. Error msg was {problem} Original exception on "
+                f"remote side was {headline}\n{text}"
+            )
+    error.__cause__ = RemoteTraceback(text)
+    return error

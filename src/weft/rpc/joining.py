@@ -1,0 +1,265 @@
+"""How workers find each other: in a store, where each leaves its card.
+
+A static group is complete when every one of `world_size` workers has left its card: only then does anyone
+return from init_rpc. A dynamic group has a list of members that workers join and leave at will; a worker that
+is called by a name nobody knows yet is looked up there.
+
+The store is not trusted. Cards are plain data, and whoever writes a false one still lacks the secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from weft.errors import ConfigError, PeerTimeoutError, StateError, UnfitError
+from weft.rpc.agent import Agent
+from weft.rpc.devices import WorkerDevices, check_device_maps
+from weft.rpc.directory import device_map_of
+from weft.rpc.options import AgentOptions
+from weft.rpc.secret import make_secret, read_secret_file, write_secret_file
+from weft.rpc.workers import Card, WorkerInfo, check_distinct, check_name, own_address, this_host
+
+Store = Any  # torch.distributed.Store, which is not declared as exported
+_LONGEST_WAIT_SECS = 24 * 3600.0
+_WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+class Meeting:
+    """A group's corner of the store."""
+
+    def __init__(self, store: Store, timeout_secs: float, *, is_static: bool, rank: int) -> None:
+        self._timeout = timedelta(seconds=timeout_secs or _LONGEST_WAIT_SECS)
+        corner = dist.PrefixStore("weft_rpc", store)  # pyright: ignore[reportPrivateImportUsage]
+        corner.set_timeout(self._timeout)
+        kind = "static" if is_static else "dynamic"
+        if _agree(corner, "kind", kind) != kind:
+            raise UnfitError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                "Give every worker the same world_size, or none of them."
+            )
+        # Workers that meet at this store for the n-th time meet the others' n-th time.
+        turn = corner.add(f"turn/{rank}", 1) if is_static else 0
+        self._corner: Store = dist.PrefixStore(str(turn), corner)  # pyright: ignore[reportPrivateImportUsage]
+        self._corner.set_timeout(self._timeout)
+        self.epoch = int(_agree(self._corner, "epoch", str(secrets.randbits(63))))
+        self._secret_file: str | None = None
+
+    # The secret
+
+    def share_secret(self, is_first: bool) -> bytes:
+        """The secret of workers of one host that were given none. The first one makes it."""
+        if is_first:
+            secret = make_secret()
+            self._secret_file = write_secret_file(secret)
+            self._corner.set("secret", self._secret_file)
+            return secret
+        return read_secret_file(self._wait_for("secret", "the first worker (rank 0)").decode())
+
+    def is_first(self, token: str) -> bool:
+        """Whether this worker is the first of a dynamic group."""
+        return _agree(self._corner, "first", token) == token
+
+    def remove_secret(self) -> None:
+        """Remove the file with the secret, once everyone has read it."""
+        if self._secret_file is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._secret_file)
+            self._secret_file = None
+
+    # Cards
+
+    def publish(self, card: Card) -> None:
+        """Leave this worker's card."""
+        self._corner.set(f"card/{card.id}", card.encode())
+
+    def read_all(self, world_size: int) -> list[Card]:
+        """The cards of every worker of a static group; waits for those that are not there yet."""
+        return [
+            Card.decode(self._wait_for(f"card/{rank}", f"rank {rank} of {world_size}"))
+            for rank in range(world_size)
+        ]
+
+    def _wait_for(self, key: str, who: str) -> bytes:
+        try:
+            return self._corner.get(key)
+        except dist.DistStoreError as error:
+            raise PeerTimeoutError(
+                f"init_rpc: {who} did not come within {self._timeout.total_seconds():g} seconds "
+                "(rpc_timeout). Every worker must call init_rpc with the same world_size and init_method."
+            ) from error
+
+    # Members of a dynamic group
+
+    def members(self) -> list[Card]:
+        """The cards of those who are there."""
+        return [Card.decode(text.encode()) for text in self._read_members().values()]
+
+    def _read_members(self) -> dict[str, str]:
+        return json.loads(_agree(self._corner, "members", "{}"))
+
+    def join(self, card: Card) -> list[Card]:
+        """Join the members; those who were there before."""
+
+        def add(members: dict[str, str]) -> dict[str, str]:
+            check_distinct([*(Card.decode(text.encode()) for text in members.values()), card])
+            if str(card.id) in members:
+                raise UnfitError(
+                    f"init_rpc: rank {card.id} is not unique: another worker of that rank is there."
+                )
+            return {**members, str(card.id): card.encode().decode()}
+
+        before = self._change_members(add)
+        return [Card.decode(text.encode()) for text in before.values()]
+
+    def leave(self, worker_id: int) -> None:
+        """Leave the members."""
+        before = self._change_members(
+            lambda members: {key: text for key, text in members.items() if key != str(worker_id)}
+        )
+        if set(before) <= {str(worker_id)}:
+            self.remove_secret()
+
+    def _change_members(self, change: Callable[[dict[str, str]], dict[str, str]]) -> dict[str, str]:
+        while True:
+            before = _agree(self._corner, "members", "{}")
+            after = json.dumps(change(json.loads(before)))
+            if before == after or _text(self._corner.compare_set("members", before, after)) == after:
+                return json.loads(before)
+
+
+def _agree(store: Store, key: str, proposal: str) -> str:
+    """The value that was proposed first for a key."""
+    return _text(store.compare_set(key, "", proposal))
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+def join_group(store: Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> Agent:
+    """Make this worker's agent and bring it together with the others'. A failure leaves nothing behind."""
+    check_name(name)
+    if options.listen is not None and options.secret is None:
+        raise ConfigError(
+            f"init_rpc: listen={options.listen!r} lets other hosts connect, so a secret is needed that only "
+            "your workers know. Set WEFT_RPC_SECRET to the same random text for all of them, or the option "
+            "secret=."
+        )
+    meeting = Meeting(store, options.timeout_secs, is_static=bool(world_size), rank=rank)
+    agent: Agent | None = None
+    try:
+        secret = options.secret
+        if secret is None:
+            is_first = rank == 0 if world_size else meeting.is_first(f"{rank}-{secrets.token_hex(8)}")
+            secret = meeting.share_secret(is_first)
+        look_up = _never if world_size else lambda key: _find_member(meeting, key)
+        agent = Agent(WorkerInfo(name, rank), meeting.epoch, secret, options, look_up)
+        card = _make_card(agent, options)
+        agent.directory.add(card)
+        if world_size:
+            meeting.publish(card)
+            cards = meeting.read_all(world_size)
+            check_distinct(cards)
+            meeting.remove_secret()
+        else:
+            cards = [*meeting.join(card), card]
+            agent.leave_group = lambda: meeting.leave(rank)
+            agent.list_members = meeting.members
+        _check_devices(cards, is_static=bool(world_size))
+        for other in cards:
+            agent.directory.add(other)
+        # Calls that came before are heard now: who runs one must know everybody.
+        agent.start()
+        return agent
+    except BaseException:
+        if agent is not None:
+            agent.end()
+        if world_size:
+            meeting.remove_secret()
+        raise
+
+
+def _never(_: str | int) -> None:
+    return None
+
+
+def _find_member(meeting: Meeting, key: str | int) -> Card | None:
+    matching = [card for card in meeting.members() if key in (card.name, card.id)]
+    return matching[0] if matching else None
+
+
+def _make_card(agent: Agent, options: AgentOptions) -> Card:
+    return Card(
+        name=agent.info.name,
+        id=agent.info.id,
+        host=this_host(),
+        pid=os.getpid(),
+        local_address=agent.links.local_address,
+        remote_address=_reachable(agent.links.remote_address),
+        num_devices=torch.cuda.device_count(),
+        devices=[str(device) for device in options.devices],
+        device_maps={
+            callee: {str(source): str(target) for source, target in device_map.items()}
+            for callee, device_map in options.device_maps.items()
+        },
+    )
+
+
+def _reachable(address: str | None) -> str | None:
+    """An address that others can use: where a worker listens everywhere, that of its host."""
+    if address is None:
+        return None
+    parsed = urlparse(address)
+    if parsed.hostname not in _WILDCARDS:
+        return address
+    return f"tcp://{own_address(os.environ.get('MASTER_ADDR'))}:{parsed.port}"
+
+
+def _check_devices(cards: list[Card], *, is_static: bool) -> None:
+    if not any(card.device_maps or card.devices for card in cards):
+        return
+    check_device_maps(
+        {
+            card.name: WorkerDevices(
+                card.num_devices,
+                [torch.device(device) for device in card.devices],
+                {callee: device_map_of(card, callee) for callee in card.device_maps},
+            )
+            for card in cards
+        },
+        is_static=is_static,
+    )
+
+
+def open_store(init_method: str, rank: int, world_size: int | None) -> tuple[Store, int, int | None]:
+    """The store that `init_method` names, and this worker's rank and world size, filled in where they are
+    known.
+    """
+    if init_method == "env://":
+        is_left_out = rank == -1 and world_size is None
+        if dist.is_initialized():
+            known = dist.get_rank(), dist.get_world_size()
+            if is_left_out or known == (rank, world_size):
+                store: Store = dist.distributed_c10d._get_default_store()
+                return store, *known
+        if is_left_out and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size is None and rank != -1 and init_method != "env://":
+        # What torch's handlers take for a group that has no size.
+        init_method += f"{'&' if '?' in init_method else '?'}rank={rank}&world_size=-1"
+    meeting = rendezvous(init_method, rank=rank, world_size=world_size or -1)
+    store, rank, _ = next(meeting)
+    if rank < 0:
+        raise StateError("init_rpc: the rank of this worker is not known. Give rank=.")
+    return store, rank, world_size

@@ -1,0 +1,146 @@
+"""Objects to messages for one peer, and back.
+
+The body of a message is a prefix, an index and a pickle. The index says what the pickle refers to outside
+itself: which tensors, and which RRefs travel with it. It is read before anything is unpickled, so that a
+message that fails half-way still gives back the RRefs it carried.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.errors import StateError
+from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
+from weft.rpc.tensors import Route, TensorPost
+
+_PREFIX = struct.Struct("<II")  # bytes of the index, number of the pickle's own buffers
+_NO_INDEX = _PREFIX.pack(0, 0)
+# What weft's own messages name, whatever the user allows.
+OWN_NAMES = (
+    "weft.rpc.api._broadcast_to_followers",
+    "weft.rpc.api._gather_to_leader",
+    "weft.rpc.gathering.fail_gathering",
+    "weft.rpc.proxy._rref_typeof_on_owner",
+    "weft.rpc.proxy.call_async_method",
+    "weft.rpc.proxy.call_method",
+    "weft.rpc.proxy.call_plain_method",
+    "weft.rpc.proxy.run_backward",
+    "weft.rpc.rref.rebuild_rref",
+    "weft.rpc.workers.WorkerInfo",
+)
+
+
+@dataclass(slots=True)
+class Packed:
+    """What goes into a message, and the RRefs that go with it."""
+
+    body: bytes
+    buffers: list[memoryview]
+    cargo: Cargo
+
+
+@dataclass(slots=True)
+class Cargo:
+    """The RRefs that travel with one message between two workers."""
+
+    peer_id: int
+    forks: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+
+
+class _Under(threading.local):
+    """The cargo of the message that this thread is packing or unpacking."""
+
+    cargo: Cargo | None = None
+
+
+under_way = _Under()
+
+
+def current_cargo(doing: str) -> Cargo:
+    """The cargo of the message at hand. RRefs travel in messages only."""
+    if under_way.cargo is None:
+        raise StateError(
+            f"Can not pickle rref in python pickler, rref can only be pickled when using RPC. ({doing} "
+            "outside of an RPC: an RRef that is kept in a file or a queue can't be counted. Send it as an "
+            "argument or a result.)"
+        )
+    return under_way.cargo
+
+
+class Packer:
+    """Packs and unpacks for one agent. `unclaimed` gets the cargo of a message not unpacked whole."""
+
+    def __init__(
+        self,
+        post: TensorPost,
+        allow: Sequence[str] | None,
+        unclaimed: Callable[[Cargo], None],
+        undo: Callable[[Cargo], None],
+    ) -> None:
+        self._post = post
+        self._allowed = None if allow is None else Allowed(allow, OWN_NAMES)
+        self._unclaimed = unclaimed
+        self._undo = undo
+
+    def check_call(self, function: object) -> None:
+        """Raise RefusedError for a function that peers may not call."""
+        if self._allowed is not None:
+            self._allowed.check_call(function)
+
+    def pack(self, obj: object, route: Route) -> Packed:
+        """Pack an object for a peer. What it registered of RRefs is undone if it can't be packed."""
+        outer, cargo = under_way.cargo, Cargo(route.peer_id)
+        under_way.cargo = cargo
+        try:
+            pickled = pickle_object(obj)
+            if not pickled.tensors and not pickled.buffers and not cargo.forks:
+                return Packed(_NO_INDEX + pickled.body, [], cargo)
+            descriptors, buffers = self._post.pack(pickled.tensors, route) if pickled.tensors else (None, [])
+            index = pickle.dumps((descriptors, cargo.forks), 5)
+            prefix = _PREFIX.pack(len(index), len(pickled.buffers))
+            return Packed(b"".join((prefix, index, pickled.body)), [*pickled.buffers, *buffers], cargo)
+        except BaseException:
+            self._undo(cargo)
+            raise
+        finally:
+            under_way.cargo = outer
+
+    def unpack(self, body: bytes | memoryview, buffers: Sequence[bytes | memoryview], route: Route) -> Any:
+        """The object that a peer packed. Raises what its classes raise, and RefusedError for what is not
+        allowed.
+        """
+        num_index_bytes, num_own = _PREFIX.unpack_from(body)
+        start = _PREFIX.size + num_index_bytes
+        view = memoryview(body)
+        if not num_index_bytes:
+            return unpickle_object(view[start:], buffers, (), self._allowed)
+        descriptors, forks = load_plain(view[_PREFIX.size : start])
+        outer, cargo = under_way.cargo, Cargo(route.peer_id, list(forks))
+        under_way.cargo = cargo
+        try:
+            tensors: Sequence[torch.Tensor] = ()
+            if descriptors is not None:
+                tensors = self._post.unpack(descriptors, buffers[num_own:], route)
+            return unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+        finally:
+            under_way.cargo = outer
+            if cargo.forks:
+                self._unclaimed(cargo)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"plain data must not name {module_name}.{global_name}")
+
+
+def load_plain(text: bytes | memoryview) -> Any:
+    """Unpickle numbers, texts and containers of them, and nothing else."""
+    return _PlainUnpickler(io.BytesIO(text)).load()

@@ -1,0 +1,82 @@
+"""Which agent a thread's calls go through: the one process-wide thing in weft.
+
+A process has one agent as a rule. Where ranks are threads it has several: a thread that called init_rpc uses
+the agent that it made, and so do the threads of that agent's pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import StateError
+
+if TYPE_CHECKING:
+    from weft.rpc.agent import Agent
+
+
+class _Mine(threading.local):
+    agent: Agent | None = None
+
+
+_mine = _Mine()
+_agents: list[Agent] = []
+_lock = threading.Lock()
+_kept: dict[str, Any] = {}
+NOT_INITIALIZED = "RPC has not been initialized. Call weft.rpc.init_rpc first."
+
+
+def current_agent(otherwise: str = NOT_INITIALIZED) -> Agent:
+    """The agent of this thread; raises StateError when there is none."""
+    agent = find_agent()
+    if agent is None:
+        raise StateError(otherwise)
+    return agent
+
+
+def find_agent() -> Agent | None:
+    """The agent of this thread, if there is one."""
+    mine = _mine.agent
+    if mine is not None and not mine.is_ended:
+        return mine
+    if len(_agents) == 1:
+        return _agents[0]
+    return None
+
+
+def enter(agent: Agent) -> None:
+    """Make an agent this thread's own."""
+    _mine.agent = agent
+
+
+def own_agent() -> Agent | None:
+    """The agent that this very thread made or serves, if it has not ended."""
+    mine = _mine.agent
+    return mine if mine is not None and not mine.is_ended else None
+
+
+def add(agent: Agent) -> None:
+    """Make an agent known to the process, and to this thread."""
+    with _lock:
+        _agents.append(agent)
+    enter(agent)
+
+
+def remove(agent: Agent) -> None:
+    """Forget an agent that ended."""
+    with _lock:
+        if agent in _agents:
+            _agents.remove(agent)
+
+
+def keep(init_method: str, store: Any) -> None:
+    """Keep a store that this process may host: others still read it when this worker has all it needs."""
+    with _lock:
+        _kept[init_method] = store
+
+
+def end_worker(failure: str | None = None) -> None:
+    """End the agent of a rank whose function has ended without a shutdown; with why, if it failed."""
+    agent = own_agent()
+    if agent is not None:
+        agent.end(None if failure is None else f"its rank failed: {failure}")

@@ -1,0 +1,227 @@
+"""Who holds what: the counting that lets a value live exactly as long as somebody has an RRef to it.
+
+Each RRef outside of the owner is a *fork* with an id of its own, which the owner has on its list (`holders`).
+
+- The owner sends an RRef: it puts the new fork on its list when the message is packed.
+- Another worker sends one on: it keeps its own RRef alive (a *pin*) until the receiver says that the owner
+  has the new fork on its list ("fork" to the owner, "forked" back, then "accept" to the sender). The same pin
+  keeps an RRef alive that travels to its owner.
+- An RRef dies: "drop" takes its fork off the list. The value goes with the last one.
+- A worker dies: its forks go off every list, and pins for it are released.
+
+Links keep messages in order, so a "drop" never overtakes what it undoes. Everything here is told on one
+thread at a time by the agent, or from callers' threads; no method waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PeerError, StateError
+from weft.rpc.owned import GlobalId, OwnedValue
+from weft.rpc.packing import Cargo
+
+if TYPE_CHECKING:
+    from weft.rpc.rref import RRef
+
+# (owner's id, the value, this fork, who sent it)
+Fork = tuple[int, tuple[int, int], tuple[int, int], int]
+
+
+class RRefBook:
+    """The RRefs of one worker. `tell(worker_id, notice)` sends a notice to another one, or drops it if that
+    is dead.
+    """
+
+    def __init__(self, own_id: int, tell: Callable[[int, tuple[Any, ...]], None]) -> None:
+        self._own_id = own_id
+        self._tell = tell
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
+        self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
+        self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
+        self._users: dict[GlobalId, weakref.ref[RRef[Any]]] = {}
+
+    def new_id(self) -> GlobalId:
+        """An id that nobody else gives out."""
+        return GlobalId(self._own_id, next(self._ids))
+
+    # What this worker owns
+
+    def create(self, rref_id: GlobalId, fork_id: GlobalId | None, holder_id: int) -> OwnedValue:
+        """Own a value that is to be made, for a holder; it is kept for itself where there is no fork."""
+        owned = OwnedValue(rref_id)
+        if fork_id is not None:
+            owned.holders[fork_id] = holder_id
+        with self._lock:
+            return self._owned.setdefault(rref_id, owned)
+
+    def find(self, rref_id: GlobalId) -> OwnedValue | None:
+        """A value that others hold."""
+        return self._owned.get(rref_id)
+
+    def release_unheld(self, owned: OwnedValue) -> None:
+        """Forget a value that was made for nobody else."""
+        with self._lock:
+            if not owned.holders:
+                self._owned.pop(owned.id, None)
+
+    # RRefs that leave
+
+    def fork(self, rref: RRef[Any], cargo: Cargo) -> int:
+        """Make a fork of an RRef that goes into a message; its place in the cargo."""
+        if rref.is_deleted:
+            raise StateError(f"{rref}: Cannot call fork an UserRRef after deletion. RPC was shut down.")
+        fork_id = self.new_id()
+        with self._lock:
+            if rref.owned is not None and cargo.peer_id != self._own_id:
+                rref.owned.holders[fork_id] = cargo.peer_id
+                self._owned[rref.owned.id] = rref.owned
+            else:
+                self._pins[fork_id] = (rref, cargo.peer_id)
+        cargo.forks.append((rref.owner().id, tuple(rref.rref_id), tuple(fork_id), self._own_id))
+        return len(cargo.forks) - 1
+
+    def undo(self, cargo: Cargo) -> None:
+        """Take back the forks of a message that was not sent."""
+        for owner_id, rref_id, fork_id, _ in cargo.forks:
+            if owner_id == self._own_id and cargo.peer_id != self._own_id:
+                self.on_drop(cargo.peer_id, GlobalId(*rref_id), GlobalId(*fork_id))
+            else:
+                self._unpin(GlobalId(*fork_id))
+
+    # RRefs that arrive
+
+    def claim(self, cargo: Cargo, index: int) -> tuple[Fork, OwnedValue | None]:
+        """Take a fork out of the cargo of a message that arrived; and its value, on the owner."""
+        fork = cargo.forks[index]
+        owner_id, rref_id, fork_id, sender_id = fork
+        owned: OwnedValue | None = None
+        if owner_id == self._own_id:
+            with self._lock:
+                pin = self._pins.get(GlobalId(*fork_id)) if sender_id == self._own_id else None
+                owned = pin[0].owned if pin is not None else self._owned.get(GlobalId(*rref_id))
+            if owned is None:
+                raise PeerError(
+                    f"OwnerRRef({GlobalId(*rref_id)}): the value is gone: worker {sender_id}, which sent it "
+                    "here, died before it arrived.",
+                    [sender_id],
+                )
+        cargo.forks[index] = ()
+        return fork, owned
+
+    def arrived(self, rref: RRef[Any], fork: Fork) -> None:
+        """Say that an RRef which arrived is in use here."""
+        owner_id, rref_id, fork_id, sender_id = fork
+        if owner_id == self._own_id:
+            self._accept(sender_id, GlobalId(*fork_id))
+            return
+        self.add_user(rref)
+        if owner_id != sender_id:
+            self._unconfirmed[GlobalId(*fork_id)] = (owner_id, sender_id, weakref.ref(rref))
+            self._tell(owner_id, ("fork", rref_id, fork_id))
+
+    def give_back(self, cargo: Cargo) -> None:
+        """Give back the forks of a message that could not be unpacked whole."""
+        for fork in cargo.forks:
+            if not fork:
+                continue
+            owner_id, rref_id, fork_id, sender_id = fork
+            if owner_id == sender_id and owner_id != self._own_id:
+                self._tell(owner_id, ("drop", rref_id, fork_id))
+            else:
+                self._accept(sender_id, GlobalId(*fork_id))
+
+    def _accept(self, sender_id: int, fork_id: GlobalId) -> None:
+        if sender_id == self._own_id:
+            self._unpin(fork_id)
+        else:
+            self._tell(sender_id, ("accept", fork_id))
+
+    def _unpin(self, fork_id: GlobalId) -> None:
+        self._pins.pop(fork_id, None)
+
+    # RRefs that this worker uses
+
+    def add_user(self, rref: RRef[Any]) -> None:
+        """Remember an RRef to another worker's value."""
+        self._users[rref.fork_id] = weakref.ref(rref)
+
+    def drop_user(self, owner_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
+        """Tell the owner that an RRef here is gone."""
+        self._users.pop(fork_id, None)
+        self._tell(owner_id, ("drop", rref_id, fork_id))
+
+    def delete_all_users(self) -> None:
+        """Give up every RRef to other workers' values; they can't be used after this."""
+        for reference in list(self._users.values()):
+            rref = reference()
+            if rref is not None:
+                rref.delete()
+
+    # What other workers say
+
+    def on_drop(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
+        """A holder's RRef is gone."""
+        with self._lock:
+            owned = self._owned.get(rref_id)
+            if owned is not None and owned.holders.pop(fork_id, None) is not None and not owned.holders:
+                del self._owned[rref_id]
+        del owned  # the value may go here: not under the lock
+
+    def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
+        """A worker has an RRef to a value of this one, from a third."""
+        with self._lock:
+            owned = self._owned.get(rref_id)
+            if owned is not None:
+                owned.holders[fork_id] = sender_id
+        self._tell(sender_id, ("forked", fork_id, owned is not None))
+
+    def on_forked(self, sender_id: int, fork_id: GlobalId, is_there: bool) -> None:
+        """The owner has one of this worker's RRefs on its list, or has that value no more."""
+        _, parent_id, reference = self._unconfirmed.pop(fork_id, (0, None, None))
+        if parent_id is None or reference is None:
+            return
+        rref = reference()
+        if rref is not None and is_there:
+            rref.confirm()
+        elif rref is not None:
+            why = f"the value is gone: worker {parent_id}, which sent it, died before its owner knew of it."
+            rref.fail(PeerError(f"{rref}: {why}", [parent_id]))
+        self._accept(parent_id, fork_id)
+
+    def on_accept(self, sender_id: int, fork_id: GlobalId) -> None:
+        """The owner knows of an RRef that this worker sent on."""
+        self._unpin(fork_id)
+
+    def on_lost(self, peer_id: int) -> None:
+        """A worker is gone, with all that it held."""
+        with self._lock:
+            dead = [pin for pin, (_, dest_id) in self._pins.items() if dest_id == peer_id]
+            pinned = [self._pins.pop(fork_id) for fork_id in dead]
+            released = [owned for owned in self._owned.values() if peer_id in owned.holders.values()]
+            for owned in released:
+                owned.holders = {fork: holder for fork, holder in owned.holders.items() if holder != peer_id}
+                if not owned.holders:
+                    del self._owned[owned.id]
+        del pinned, released
+        for fork_id, (owner_id, parent_id, _) in list(self._unconfirmed.items()):
+            if owner_id == peer_id and self._unconfirmed.pop(fork_id, None) is not None:
+                self._accept(parent_id, fork_id)
+
+    # How many there are
+
+    def counts(self) -> dict[str, int]:
+        """The numbers that torch's debug info has."""
+        with self._lock:
+            num_forks = sum(len(owned.holders) for owned in self._owned.values())
+            return {
+                "num_owner_rrefs": len(self._owned),
+                "num_pending_users": len(self._unconfirmed),
+                "num_forks": num_forks,
+            }

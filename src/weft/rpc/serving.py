@@ -1,0 +1,243 @@
+"""What other workers ask for: calls, values of RRefs, and notices of the book.
+
+`accept` looks at a message on the thread that heard it and must not wait: notices are acted on there, in the
+order in which they came; whatever runs users' code, packing and unpacking included, is returned as a job.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from weft.errors import StateError
+from weft.rpc.failures import describe_failure
+from weft.rpc.functions import is_async
+from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
+from weft.rpc.owned import GlobalId, OwnedValue
+from weft.rpc.packing import Packed
+from weft.rpc.wire import Kind, Message, WireError, decode_message, encode_message
+from weft.rpc.workers import Card
+
+if TYPE_CHECKING:
+    from weft.rpc.agent import Agent
+
+logger = logging.getLogger(__name__)
+Job = Callable[[], None]
+Payload = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Server:
+    """Serves what an agent hears."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._notices: dict[str, Callable[..., None]] = {
+            "drop": agent.book.on_drop,
+            "fork": agent.book.on_fork,
+            "forked": agent.book.on_forked,
+            "accept": agent.book.on_accept,
+        }
+        self._told: set[int] = set()
+
+    def accept(self, parts: Sequence[bytes | memoryview]) -> Job | None:
+        """Take one message; what is to be done for it, if it can't be done here."""
+        agent = self._agent
+        try:
+            message = decode_message(parts)
+            if message.epoch != agent.epoch:
+                raise WireError("it belongs to another group of workers")
+            if message.kind is Kind.CALL:
+                self._check_sender(message)
+                return lambda: self._serve_call(message)
+            if message.kind is Kind.REMOTE:
+                self._check_sender(message)
+                return self._accept_remote(message)
+            if message.kind is Kind.CONTROL:
+                return self._accept_notice(message)
+            call = agent.take(message.call_id)
+            return (lambda: self._discard(message)) if call is None else call.answer(message)
+        except Exception:
+            # Only a peer that holds the secret gets here: a bug, or an older version of weft.
+            logger.exception("weft.rpc on %s: a message was not understood and is dropped", agent.info)
+            return None
+
+    def _check_sender(self, message: Message) -> None:
+        """Raise for a message of a worker that has not introduced itself, or that was given up."""
+        peer = self._agent.peers.get(message.sender)
+        if peer is None:
+            raise StateError(f"a message of worker {message.sender}, which has not introduced itself")
+        if peer.lost is not None and message.sender not in self._told:
+            # Its link here still works, the one to it does not. It must not wait for answers.
+            self._told.add(message.sender)
+            notice = Message(Kind.CONTROL, self._agent.info.id, 0, self._agent.epoch, write_notice(("lost",)))
+            self._agent.links.send_last(self._agent.directory.address_of(peer), encode_message(notice))
+
+    # Notices
+
+    def _accept_notice(self, message: Message) -> Job | None:
+        agent, sender_id = self._agent, message.sender
+        name, *arguments = read_notice(message.body)
+        if name == "job":
+            return agent.take_job(message.call_id)
+        if name == "hello":
+            peer = agent.directory.add(Card.decode(arguments[0]))
+            # So that each of the two notices when the other one dies.
+            agent.introduce(peer)
+        elif name == "fetch":
+            self._check_sender(message)
+            return self._accept_fetch(message, GlobalId(*arguments[0]))
+        elif name == "bye":
+            (failure,) = arguments
+            why = "it has shut down (rpc.shutdown)" if failure is None else str(failure)
+            agent.lose(sender_id, why, has_left=failure is None)
+        elif name == "lost":
+            agent.lose(sender_id, "it lost its link to this worker")
+        else:
+            ids = [GlobalId(*part) if isinstance(part, tuple) else part for part in arguments]
+            self._notices[name](sender_id, *ids)
+        return None
+
+    def _accept_fetch(self, message: Message, rref_id: GlobalId) -> Job | None:
+        owned = self._agent.book.find(rref_id)
+        if owned is None:
+            error = StateError(
+                f"OwnerRRef({rref_id}) is not there any more: {self._agent.info} has dropped it."
+            )
+            return lambda: self._reply_failure(message, error)
+
+        def reply() -> None:
+            if owned.error is not None:
+                self._reply_failure(message, owned.error)
+            else:
+                self._reply(message, owned.value)
+
+        if owned.is_set:
+            return reply
+        # Its own job then: the thread that sets the value has an answer of its own to give.
+        owned.when_set(lambda: self._agent.run_soon(reply))
+        return None
+
+    # Calls
+
+    def _serve_call(self, message: Message) -> None:
+        try:
+            result, future = self._run(message, message.body)
+        except BaseException as error:
+            self._reply_failure(message, error)
+            return
+        if future is None:
+            self._reply(message, result)
+        else:
+            future.add_done_callback(lambda done: self._reply_future(message, done))
+
+    def _run(
+        self, message: Message, body: bytes | memoryview
+    ) -> tuple[Any, torch.futures.Future[Any] | None]:
+        """Run what a message asks for: its result, or the future of it."""
+        peer = self._agent.peers[message.sender]
+        payload = cast(Payload, self._agent.packer.unpack(body, message.buffers, peer.replying))
+        function, args, kwargs = payload
+        result = function(*args, **kwargs)
+        if not is_async(function):
+            return result, None
+        if not isinstance(result, torch._C.Future):
+            raise StateError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {getattr(function, '__qualname__', function)} returned {result!r}, a "
+                f"{type(result).__name__}."
+            )
+        return None, cast("torch.futures.Future[Any]", result)
+
+    def _accept_remote(self, message: Message) -> Job:
+        # The value is on the books before its maker runs: what comes next may already ask for it.
+        rref_id, fork_id = (
+            GlobalId(message.sender, number) for number in REMOTE_IDS.unpack_from(message.body)
+        )
+        is_own = message.sender == self._agent.info.id
+        owned = self._agent.book.create(rref_id, None if is_own else fork_id, message.sender)
+        return lambda: self._serve_remote(message, owned)
+
+    def _serve_remote(self, message: Message, owned: OwnedValue) -> None:
+        try:
+            result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :])
+        except BaseException as error:
+            self._finish_remote(message, owned, None, error)
+            return
+        if future is None:
+            self._finish_remote(message, owned, result, None)
+        else:
+            future.add_done_callback(lambda done: self._finish_remote(message, owned, *_outcome(done)))
+
+    def _finish_remote(
+        self, message: Message, owned: OwnedValue, value: Any, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            self._log(error)
+        elif isinstance(value, torch._C.Future):
+            value, error = (
+                None,
+                StateError("Can not pickle torch.futures.Future: it was returned by a function."),
+            )
+        owned.set(value, error)
+        self._agent.book.release_unheld(owned)
+        self._reply(message, None)
+
+    # Answers
+
+    def _reply_future(self, message: Message, future: torch.futures.Future[Any]) -> None:
+        value, error = _outcome(future)
+        if error is not None:
+            self._reply_failure(message, error)
+        else:
+            self._reply(message, value)
+
+    def _reply(self, message: Message, value: Any) -> None:
+        try:
+            packed = self._agent.packer.pack(value, self._agent.peers[message.sender].replying)
+        except BaseException as error:
+            self._reply_failure(message, error)
+            return
+        self._send(message, Kind.RESULT, packed)
+
+    def _reply_failure(self, message: Message, error: BaseException) -> None:
+        self._log(error)
+        failure = describe_failure(error, self._agent.info)
+        self._send(
+            message,
+            Kind.FAILURE,
+            self._agent.packer.pack(failure, self._agent.peers[message.sender].replying),
+        )
+
+    def _log(self, error: BaseException) -> None:
+        # The caller hears of it too; but nobody may be waiting for its answer.
+        text = "".join(traceback.format_exception(error))
+        logger.warning("weft.rpc: a call failed on %s:\n%r\n%s", self._agent.info, error, text)
+
+    def _send(self, message: Message, kind: Kind, packed: Packed) -> None:
+        agent = self._agent
+        try:
+            agent.send(agent.peers[message.sender], kind, message.call_id, packed.body, packed.buffers)
+        except Exception:
+            # It is gone, or this worker ends: nobody is there to be told.
+            agent.book.undo(packed.cargo)
+            logger.debug("an answer to worker %s was not sent", message.sender, exc_info=True)
+
+    def _discard(self, message: Message) -> None:
+        """Let go of an answer that nobody waits for: what it refers to is given back."""
+        try:
+            self._agent.packer.unpack(
+                message.body, message.buffers, self._agent.peers[message.sender].calling
+            )
+        except Exception:
+            logger.debug("a late answer could not be unpacked", exc_info=True)
+
+
+def _outcome(future: torch.futures.Future[Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return future.value(), None
+    except BaseException as error:
+        return None, error

@@ -1,0 +1,336 @@
+"""Tensors to descriptors and bytes for one peer, and back.
+
+A descriptor says what a tensor is and where its bytes are:
+
+    (dtype, shape, strides, requires_grad, device, place)      a dense tensor
+    (layout, shape, is_coalesced, requires_grad, parts)        a sparse one; parts are descriptors
+
+`strides` is None for a contiguous tensor, `device` None for the receiver's CPU. `place` is None for bytes
+that travel in the message, in the order of their tensors, else a block that is lent (arena.py,
+device_arena.py).
+
+What arrives is the receiver's alone, a leaf of autograd, with the strides it had. Its memory can't be
+resized. A view that uses less than half of the memory it spans arrives contiguous: the rest is not sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.errors import UnfitError, UnsupportedError
+from weft.rpc.arena import Arena, Borrower, Place
+from weft.rpc.device_arena import DeviceBorrower, DeviceSlabs
+from weft.rpc.sparse import is_dense, put_together, take_apart
+from weft.rpc.wire import INLINE_BYTES, WireError
+from weft.tensors import contiguous_strides
+
+SHARED_BYTES = 16 * 1024  # from here on a block costs less than to encrypt and copy the bytes
+_SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
+
+_ON_DEVICE = "device"  # in front of a block that is a GPU's
+_CPU = torch.device("cpu")
+_NAMES = {
+    value: str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+Descriptor = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way to one peer. `device_map`: our device -> its device, for what we send."""
+
+    peer_id: int
+    peer_name: str
+    is_same_host: bool
+    device_map: Mapping[torch.device, torch.device]
+    is_answer: bool = False  # for the words of errors
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """The tensors of one message, while they are packed."""
+
+    route: Route
+    buffers: list[memoryview] = field(default_factory=list[memoryview])
+    lent: list[tuple[Arena, Place]] = field(default_factory=list[tuple[Arena, Place]])
+    devices: set[torch.device] = field(default_factory=set[torch.device])  # with copies under way
+
+    def finish_copies(self) -> None:
+        """Wait for the streams: what they still write, the peer could read too early."""
+        for device in self.devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+class TensorPost:
+    """Sends and receives the tensors of one agent. Thread-safe."""
+
+    def __init__(self, owner_id: int) -> None:
+        self._owner_id = owner_id
+        self._arena = Arena()
+        self._device_arenas: dict[torch.device, Arena] = {}
+        self._borrower = Borrower()
+        self._device_borrower = DeviceBorrower(self._borrower)
+
+    def pack(self, tensors: Sequence[torch.Tensor], route: Route) -> tuple[object, list[memoryview]]:
+        """Descriptors and bytes for a peer.
+
+        The bytes of a contiguous tensor may be the tensor's own: they must be sent, or copied, before the
+        tensor changes. If the message is not sent, `withdraw` must be told.
+
+        Raises RuntimeError for a device that the route's map doesn't have, UnsupportedError for tensors that
+        don't travel. Nothing is lent then.
+        """
+        parcel = _Parcel(route)
+        try:
+            descriptors = tuple([self._pack(tensor, parcel) for tensor in tensors])
+            parcel.finish_copies()
+        except BaseException:
+            parcel.finish_copies()
+            for arena, place in parcel.lent:
+                arena.take_back([place])
+            raise
+        return descriptors, parcel.buffers
+
+    def _pack(self, tensor: torch.Tensor, parcel: _Parcel) -> Descriptor:
+        if not is_dense(tensor):
+            layout, shape, is_coalesced, parts = take_apart(tensor)
+            packed = tuple([self._pack(part, parcel) for part in parts])
+            return layout, shape, is_coalesced, tensor.requires_grad, packed
+        requires_grad = tensor.requires_grad
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        strides, numel = None, tensor.numel()
+        if not tensor.is_contiguous():
+            strides, span = tensor.stride(), _span_of(tensor)
+            if span > 2 * numel and span * tensor.itemsize > _SPARED_BYTES:
+                tensor, strides = tensor.detach().contiguous(), None
+            else:
+                numel = span
+        device, place = None, None
+        if tensor.is_cpu:
+            if parcel.route.device_map:
+                device = _name_of(parcel.route.device_map.get(_CPU, _CPU))
+            place = self._place(tensor, numel * tensor.itemsize, parcel)
+        elif tensor.is_meta:
+            device = "meta"
+        else:
+            device = _name_of(_map_device(tensor.device, parcel.route))
+            place = self._place_from_device(tensor, numel * tensor.itemsize, device, parcel)
+        return _NAMES[tensor.dtype], tuple(tensor.shape), strides, requires_grad, device, place
+
+    def _place(self, tensor: torch.Tensor, num_bytes: int, parcel: _Parcel) -> Descriptor | None:
+        """Lend a block with the bytes, or add them to the message."""
+        if num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
+            place = self._arena.put(_bytes_of(tensor, num_bytes), parcel.route.peer_id)
+            if place is not None:
+                parcel.lent.append((self._arena, place))
+                return tuple(place)
+        if num_bytes <= INLINE_BYTES:  # will be copied into the message anyway; this is the fastest way
+            address = _address_of(tensor) if num_bytes else 0
+            parcel.buffers.append(memoryview(ctypes.string_at(address, num_bytes)))
+        else:
+            raw: Any = _bytes_of(tensor, num_bytes).numpy()
+            parcel.buffers.append(memoryview(raw).toreadonly())
+        return None
+
+    def _place_from_device(
+        self, tensor: torch.Tensor, num_bytes: int, target: str | None, parcel: _Parcel
+    ) -> Descriptor | None:
+        """The same for a GPU's tensor. Small ones and those for other hosts go through pinned memory."""
+        if not num_bytes:
+            return self._place(torch.empty(0, device="cpu"), 0, parcel)
+        flat = _bytes_of(tensor, num_bytes)
+        if target is not None and num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
+            arena = self._device_arenas.get(tensor.device)
+            if arena is None:
+                slabs = DeviceSlabs(tensor.device)
+                arena = self._device_arenas.setdefault(tensor.device, Arena(slabs.new_slab))
+            place = arena.put(flat, parcel.route.peer_id)
+            if place is not None:
+                parcel.lent.append((arena, place))
+                parcel.devices.add(tensor.device)
+                return _ON_DEVICE, *place
+        host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return self._place(host, num_bytes, parcel)
+
+    def unpack(
+        self, descriptors: Any, buffers: Sequence[bytes | memoryview], route: Route
+    ) -> list[torch.Tensor]:
+        """The tensors that a peer packed. Large writable buffers are taken over for good, others are copied.
+
+        Raises PeerError when the peer is gone and its memory with it, WireError when descriptors and buffers
+        don't fit together.
+        """
+        if torch.is_inference_mode_enabled():  # what a peer sent may be trained with, wherever it arrives
+            with torch.inference_mode(False):
+                return self.unpack(descriptors, buffers, route)
+        left = iter(buffers)
+        tensors = [self._unpack(descriptor, left, route) for descriptor in descriptors]
+        if next(left, None) is not None:
+            raise WireError(f"worker {route.peer_id} sent {len(buffers)} buffers, more than its tensors have")
+        return tensors
+
+    def _unpack(
+        self, descriptor: Descriptor, left: Iterator[bytes | memoryview], route: Route
+    ) -> torch.Tensor:
+        if len(descriptor) == 5:
+            layout, shape, is_coalesced, requires_grad, packed = descriptor
+            parts = [self._unpack(part, left, route) for part in packed]
+            tensor = put_together(layout, shape, is_coalesced, parts)
+            return tensor.requires_grad_() if requires_grad else tensor
+        name, shape, strides, requires_grad, device, place = descriptor
+        dtype = _DTYPES[name]
+        if device == "meta":
+            strides = contiguous_strides(shape) if strides is None else strides
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            tensor = self._receive(dtype, device, place, left, route)
+            if strides is not None:
+                tensor.as_strided_(shape, strides)  # in place: the result is nobody's view
+            elif tensor.numel() == math.prod(shape):
+                tensor.resize_(shape)
+            else:
+                raise WireError(f"{tensor.numel()} elements for a tensor of shape {shape}")
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def _receive(
+        self,
+        dtype: torch.dtype,
+        device: str | None,
+        place: tuple[Any, ...] | None,
+        left: Iterator[bytes | memoryview],
+        route: Route,
+    ) -> torch.Tensor:
+        """The memory of one tensor, 1D and on its device."""
+        if place is None:
+            flat = _take_over(next(left, None), dtype)
+        elif place[0] == _ON_DEVICE:
+            block = self._device_borrower.fetch(
+                Place(*place[1:]), route.peer_id, torch.device(device or "cuda")
+            )
+            num_elements = block.numel() // dtype.itemsize
+            empty = torch.empty(0, dtype=dtype, device=block.device)
+            return empty.set_(block.untyped_storage(), 0, (num_elements,), (1,))
+        else:
+            flat = torch.frombuffer(self._borrower.borrow(Place(*place), route.peer_id), dtype=dtype)
+        return flat if device is None else flat.to(device)
+
+    def withdraw(self, descriptors: Any) -> None:
+        """Take back what `pack` lent for a message that is not sent."""
+        for descriptor in descriptors:
+            if len(descriptor) == 5:
+                self.withdraw(descriptor[4])
+            elif (place := descriptor[5]) is None:
+                continue
+            elif place[0] == _ON_DEVICE:
+                for arena in self._device_arenas.values():
+                    arena.take_back([Place(*place[1:])])
+            else:
+                self._arena.take_back([Place(*place)])
+
+    def release_peer(self, peer_id: int) -> None:
+        """Count nothing as lent to a peer that died or left, and let go of what it lent."""
+        for arena in self._arenas():
+            arena.release_peer(peer_id)
+        self._borrower.release_peer(peer_id)
+        self._device_borrower.release_peer(peer_id)
+
+    def trim(self) -> None:
+        """Give idle memory back to the system."""
+        for arena in self._arenas():
+            arena.trim()
+
+    def close(self) -> None:
+        """Let go of all memory. Tensors that were received, here and by peers, live on."""
+        for arena in self._arenas():
+            arena.close()
+        self._device_borrower.close()
+        self._borrower.close()
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        """How many blocks of memory peers have of us."""
+        return sum(arena.num_blocks_in_use for arena in self._arenas())
+
+    @property
+    def arena_bytes(self) -> int:
+        """How much memory the blocks take, free ones included."""
+        return sum(arena.num_bytes for arena in self._arenas())
+
+    def _arenas(self) -> list[Arena]:
+        return [self._arena, *self._device_arenas.values()]
+
+
+def _take_over(buffer: bytes | memoryview | None, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a message as a tensor, 1D."""
+    if buffer is None:
+        raise WireError("fewer buffers than tensors")
+    if not buffer:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    if len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly:
+        flat = torch.frombuffer(buffer, dtype=dtype)
+        if flat.data_ptr() % dtype.itemsize == 0:
+            return flat
+    return torch.frombuffer(bytearray(buffer), dtype=dtype)
+
+
+def _span_of(tensor: torch.Tensor) -> int:
+    """How many elements lie between its first and its last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.itemsize
+    try:
+        return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
+    except RuntimeError as error:
+        raise _memory_error(tensor) from error
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    address = tensor.data_ptr()
+    if not address:
+        raise _memory_error(tensor)
+    return address
+
+
+def _memory_error(tensor: torch.Tensor) -> Exception:
+    return UnfitError(
+        f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
+        "sharded parameter is. Send it while it has some."
+    )
+
+
+def _name_of(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else str(device)
+
+
+def _map_device(device: torch.device, route: Route) -> torch.device:
+    target = route.device_map.get(device)
+    if target is not None:
+        return target
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"weft.rpc: a tensor on {device} doesn't travel; CPU and CUDA tensors do. Move it to the CPU."
+        )
+    words = "Response" if route.is_answer else "Request"
+    raise UnfitError(
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before "
+        "sending them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly "
+        f"configure device mapping. {words} device mapping is not available for destination "
+        f"{route.peer_name}, but found tensor on device: {device}"
+    )
