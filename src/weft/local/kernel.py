@@ -92,9 +92,10 @@ def fence() -> None:
         futex_wake(_DUMMY_WORD)  # the kernel runs a full fence in it
 
 
-def futex_wake(word: ctypes.c_void_p) -> None:
-    """Wake every waiter on the word. The kernel runs a full memory fence in it."""
-    _libc.syscall(_NUMBER, word, _WAKE, _ALL, None, None, _ZERO)
+def futex_wake(word: ctypes.c_void_p, num_woken: int | None = None) -> None:
+    """Wake waiters on the word, every one by default. The kernel runs a full memory fence in it."""
+    count = _ALL if num_woken is None else ctypes.c_int(num_woken)
+    _libc.syscall(_NUMBER, word, _WAKE, count, None, None, _ZERO)
 
 
 def futex_wait(word: ctypes.c_void_p, seen: int, secs: float) -> None:

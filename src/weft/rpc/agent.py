@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.errors import ConfigError, PeerError, PeerTimeoutError, StateError, UnfitError
+from weft.local.segment import SegmentName
 from weft.rpc import registry
 from weft.rpc.calls import Answer, AsyncCall, Call, CallFuture, CallTable, SyncCall
 from weft.rpc.clock import Clock
@@ -74,9 +75,7 @@ class Agent:
         self._jobs: dict[int, Callable[[], None]] = {}
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
         self.server = Server(self)
-        self.pool = Pool(
-            self.links.receive, self.server.accept, lambda: registry.enter(self), options.num_threads
-        )
+        self.pool = Pool(self.links, self.server.accept, lambda: registry.enter(self), options.num_threads)
         self.clock = Clock(self._time_out)
         self.gatherings = Gatherings(self)
 
@@ -95,7 +94,15 @@ class Agent:
             if self.links.is_open(peer.info.id):
                 return
             self.links.open(peer.info.id, self.directory.address_of(peer))
-            self._send(peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode())))
+            ring = tuple(self.links.offer_ring(peer.info.id)) if peer.calling.is_same_host else None
+            self._send(
+                peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode(), ring))
+            )
+
+    def use_ring(self, peer: Peer) -> None:
+        """Go on through shared memory: the peer has opened the ring that this worker offered."""
+        last = Message(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(("to ring",)))
+        self.links.write_ring(peer.info.id, SegmentName(*peer.card.bell), encode_message(last))
 
     def _send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None

@@ -207,6 +207,7 @@ def _make_card(agent: Agent, options: AgentOptions) -> Card:
         pid=os.getpid(),
         local_address=agent.links.local_address,
         remote_address=_reachable(agent.links.remote_address),
+        bell=list(agent.links.bell.name),
         num_devices=torch.cuda.device_count(),
         devices=[str(device) for device in options.devices],
         device_maps={

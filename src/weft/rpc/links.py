@@ -1,43 +1,37 @@
-"""Links: how messages get from one worker to another. zmq moves them, CURVE keeps strangers out.
+"""Links: how messages get from one worker to another.
 
-A worker hears on one socket and speaks on one socket a peer, opened when it is first needed. What one worker
-sends to another arrives in order, once, or the link is lost for good: a link that broke is never opened
-again, since nobody could tell which messages had arrived.
+zmq carries them, and CURVE keeps strangers out: a link is up when its peer has proved the secret. Workers of
+one host then go on through a ring in shared memory, which takes a third of the time; their zmq link stays,
+and tells when one dies.
 
-`send` may be called from any thread and never waits. `receive` is called by one thread at a time. A thread of
-its own watches the links: it lets peers in that hold the key and reports links that are lost.
+What one worker sends to another arrives in order, once, or the link is lost for good: a link that broke is
+never opened again, since nobody could tell which messages had arrived.
+
+`send` may be called from any thread and never waits. `take` is called by one thread at a time.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-import zmq.utils.monitor
-import zmq.utils.z85
 
-from weft.errors import ConfigError, PeerError
+from weft.errors import ConfigError, PeerError, StateError
+from weft.local.segment import SegmentName
+from weft.rpc.ring import Bell, Part, RingReader, RingWriter, open_bell, own_bell
 from weft.rpc.secret import Keys
+from weft.rpc.watching import CONNECT_SECS, Watch
 
-Part = bytes | memoryview
-
-# A peer has published its address by the time it is called, so a link that is not up by then won't come up.
-CONNECT_SECS = 1.5
 # Between hosts only silence tells of a death that no packet tells of.
 _HEARTBEAT_MS = 400
 _SILENCE_MS = 1200
 _GOODBYE_MS = 500  # for what is still on its way out when a worker leaves
-_WATCHED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_MONITOR_STOPPED
-)
+_NAP_SECS = 5.0  # at most this long, should a ring of the bell ever be missed
 
 
 class Link:
@@ -46,10 +40,46 @@ class Link:
     def __init__(self, peer_id: int, socket: zmq.Socket[bytes]) -> None:
         self.peer_id = peer_id
         self.socket = socket
-        self.lock = threading.Lock()  # a zmq socket is for one thread at a time
+        self.lock = threading.Lock()  # a zmq socket and a ring are for one thread at a time
         self.opened_at = time.monotonic()
         self.is_up = False
         self.is_closed = False
+        self.offered: RingWriter | None = None
+        self._ring: RingWriter | None = None
+        self._bell: Bell | None = None
+        self._waiting: deque[list[bytes]] = deque()  # for room in the ring
+
+    def send(self, parts: Sequence[Part]) -> bool:
+        """Send one message; False when it waits for room. Raises PeerError when the link is closed."""
+        with self.lock:
+            if self.is_closed:
+                raise PeerError(f"the link to worker {self.peer_id} is closed.", [self.peer_id])
+            if self._ring is None or self._bell is None:
+                self.socket.send_multipart(parts)
+                return True
+            is_written = not self._waiting and self._ring.write(parts)
+            if not is_written:
+                self._waiting.append([bytes(part) for part in parts])
+            self._bell.ring()
+            return is_written
+
+    def flush(self) -> bool:
+        """Send what waits for room, as far as there is some; True when nothing is left."""
+        with self.lock:
+            while self._waiting and self._ring is not None and not self.is_closed:
+                if not self._ring.write(self._waiting[0]):
+                    return False
+                self._waiting.popleft()
+                if self._bell is not None:
+                    self._bell.ring()
+            return True
+
+    def switch(self, bell: Bell, last: Sequence[Part]) -> None:
+        """Go over to the ring; `last` is what still goes the old way, and says so."""
+        with self.lock:
+            if not self.is_closed:
+                self.socket.send_multipart(last)
+                self._ring, self._bell = self.offered, bell
 
     def close(self, linger_ms: int) -> None:
         """Close the socket; its monitor then stops too."""
@@ -68,33 +98,25 @@ class Links:
     def __init__(
         self, own_id: int, keys: Keys, listen: str | None, on_lost: Callable[[int, str, bool], None]
     ) -> None:
+        self._own_id = own_id
         self._keys = keys
         self._on_lost = on_lost
         self._context: zmq.Context[Any] = zmq.Context()
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
-        self._is_closing = False
+        self.is_closing = False
         self.local_address = f"ipc://@weft-rpc-{uuid.uuid4().hex}"  # abstract: no file is left behind
         self.remote_address: str | None = None
-        self._unwatched: queue.SimpleQueue[tuple[Link, zmq.Socket[bytes]] | None] = queue.SimpleQueue()
-        self._watcher = threading.Thread(target=self._watch, name="weft-rpc-watch", daemon=True)
+        self.bell = own_bell(own_id)
+        self._mail: deque[Sequence[Part]] = deque()  # what came by zmq, and from this worker itself
+        self._accepted: dict[int, RingReader] = {}
+        self._readers: list[tuple[int, RingReader]] = []
         try:
-            self._doorman = self._context.socket(zmq.REP)
-            self._doorman.bind("inproc://zeromq.zap.01")
-            self._bell_heard = self._context.socket(zmq.PULL)
-            self._bell_heard.bind("inproc://bell")
-            self._inbox = self._make_inbox(listen)
-            self._own = Link(own_id, self._context.socket(zmq.PUSH))
-            self._own.socket.set_hwm(0)
-            self._own.socket.connect("inproc://inbox")
-            self._own.is_up = True
-            self._links[own_id] = self._own
-            self._bell = self._context.socket(zmq.PUSH)
-            self._bell.connect("inproc://bell")
+            inbox = self._make_inbox(listen)
+            self._watch = Watch(self._context, keys.public, inbox, self.put_mail, self._lose)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._watcher.start()
 
     def _make_inbox(self, listen: str | None) -> zmq.Socket[bytes]:
         inbox = self._context.socket(zmq.PULL)
@@ -102,7 +124,6 @@ class Links:
         inbox.curve_server = 1
         inbox.curve_publickey, inbox.curve_secretkey = self._keys.public, self._keys.secret
         inbox.setsockopt(zmq.ZAP_DOMAIN, b"weft.rpc")
-        inbox.bind("inproc://inbox")
         inbox.bind(self.local_address)
         if listen is not None:
             host = f"[{listen}]" if ":" in listen else listen
@@ -119,14 +140,13 @@ class Links:
     def open(self, peer_id: int, address: str) -> None:
         """Begin to connect to a peer. What is sent meanwhile goes when the link is up."""
         with self._lock:
-            if peer_id in self._links or self._is_closing:
-                return
+            if self.is_closing:
+                raise StateError("this worker is shutting down.")
             socket = self._make_socket(address)
-            monitor = socket.get_monitor_socket(_WATCHED)
+            link = Link(peer_id, socket)
+            self._watch.add(link)
             socket.connect(address)
-            link = self._links[peer_id] = Link(peer_id, socket)
-            self._unwatched.put((link, monitor))
-            self._bell.send(b"")
+            self._links[peer_id] = link
 
     def _make_socket(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
@@ -144,119 +164,109 @@ class Links:
     def send_last(self, address: str, parts: Sequence[Part]) -> None:
         """Send one message to a worker whose link is lost, on a link of its own. It may not arrive."""
         with self._lock:
-            if not self._is_closing:
+            if not self.is_closing:
                 socket = self._make_socket(address)
                 socket.connect(address)
                 socket.send_multipart(parts)
                 socket.close(linger=_GOODBYE_MS)
 
     def is_open(self, peer_id: int) -> bool:
-        """Whether a link to the peer was ever opened."""
-        return peer_id in self._links
+        """Whether there is a link to the peer."""
+        link = self._links.get(peer_id)
+        return link is not None and not link.is_closed
 
     def send(self, peer_id: int, parts: Sequence[Part]) -> None:
         """Send one message. Raises PeerError when the link is closed; never waits."""
+        if peer_id == self._own_id:
+            self.put_mail([bytes(part) for part in parts])
+            return
         link = self._links[peer_id]
-        with link.lock:
-            if link.is_closed:
-                raise PeerError(f"the link to worker {peer_id} is closed.", [peer_id])
-            if len(parts) == 1:
-                link.socket.send(parts[0])
-            else:
-                link.socket.send_multipart(parts)
+        if not link.send(parts):
+            self._watch.flush_soon(link)
 
-    def receive(self) -> list[Part] | None:
-        """Wait for the next message from any peer; None when the links are closing."""
-        frame = self._inbox.recv(copy=False)
-        if not frame.more:
-            # Only `stop` sends an empty one past the door: peers' messages begin with a header.
-            return [frame.bytes] if len(frame) or not self._is_closing else None
-        parts: list[Part] = [frame.buffer]
-        while frame.more:
-            frame = self._inbox.recv(copy=False)
-            parts.append(frame.buffer)
-        return parts
+    def put_mail(self, parts: Sequence[Part]) -> None:
+        """Have a message taken."""
+        self._mail.append(parts)
+        self.bell.ring()
+
+    # What comes in (the pool's Ear)
+
+    def signal(self) -> int:
+        """The bell's value, to be looked at before what it announces."""
+        return self.bell.value()
+
+    def take(self) -> Sequence[Part] | None:
+        """The next message from any peer, if there is one. One thread at a time."""
+        if self._mail:
+            return self._mail.popleft()
+        for place, (_, reader) in enumerate(self._readers):
+            parts = reader.read()
+            if parts is not None:
+                # The next look begins with the others, so that one peer can't crowd them out.
+                if len(self._readers) > 1:
+                    self._readers = [*self._readers[place + 1 :], *self._readers[: place + 1]]
+                return parts
+        return None
+
+    def sleep(self, signal: int) -> None:
+        """Sleep until the bell rings."""
+        self.bell.sleep(signal, _NAP_SECS)
+
+    def wake(self) -> None:
+        """Wake one that sleeps."""
+        self.bell.ring()
+
+    # Rings
+
+    def offer_ring(self, peer_id: int) -> SegmentName:
+        """Make the ring to a peer of this host; the peer opens it by its name."""
+        link = self._links[peer_id]
+        link.offered = RingWriter()
+        return link.offered.name
+
+    def accept_ring(self, peer_id: int, name: SegmentName) -> bool:
+        """Open the ring that a peer offers; False where this system does not let it."""
+        try:
+            self._accepted[peer_id] = RingReader(name, peer_id)
+        except (PeerError, StateError, OSError):
+            return False
+        return True
+
+    def write_ring(self, peer_id: int, bell_name: SegmentName, last: Sequence[Part]) -> None:
+        """Send through the ring from now on, since the peer has opened it."""
+        self._links[peer_id].switch(open_bell(bell_name, peer_id, self._own_id), last)
+
+    def read_ring(self, peer_id: int) -> None:
+        """Receive from a peer's ring: all that it sent before has been received."""
+        self._readers = [*self._readers, (peer_id, self._accepted.pop(peer_id))]
+
+    # The end
 
     def stop(self) -> None:
-        """Make `receive` return None, now or the next time."""
-        self._is_closing = True
-        with self._own.lock:
-            self._own.socket.send(b"")
+        """Let those who hear end, when there is nothing left."""
+        self.is_closing = True
+        self.bell.ring()
 
-    def close(self) -> None:
-        """Close everything. Nobody may be in `receive`, nor call it again."""
-        with self._lock:
-            self._is_closing = True
-        for link in list(self._links.values()):
-            link.close(_GOODBYE_MS if link.is_up else 0)
-        self._unwatched.put(None)
-        with self._lock:
-            self._bell.send(b"")
-        self._watcher.join()
-        for socket in (self._inbox, self._bell):
-            socket.close(linger=0)
-        self._context.term()
-
-    def _watch(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._doorman, zmq.POLLIN)
-        poller.register(self._bell_heard, zmq.POLLIN)
-        watched: dict[Any, Link] = {}
-        is_ending = False
-        while not (is_ending and not watched):
-            late = [link for link in watched.values() if not link.is_up and not link.is_closed]
-            wait_secs = min((link.opened_at + CONNECT_SECS for link in late), default=None)
-            wait_ms = None if wait_secs is None else max(0, int((wait_secs - time.monotonic()) * 1000) + 1)
-            ready = dict(poller.poll(wait_ms))
-            if self._doorman in ready:
-                self._admit(self._doorman.recv_multipart())
-            if self._bell_heard in ready:
-                self._bell_heard.recv()
-                new = self._unwatched.get()
-                if new is None:
-                    is_ending = True
-                else:
-                    poller.register(new[1], zmq.POLLIN)
-                    watched[new[1]] = new[0]
-            for monitor in [socket for socket in watched if socket in ready]:
-                if self._note(watched[monitor], zmq.utils.monitor.recv_monitor_message(monitor)["event"]):
-                    poller.unregister(monitor)
-                    monitor.close(linger=0)
-                    del watched[monitor]
-            for link in watched.values():
-                if not link.is_up and time.monotonic() > link.opened_at + CONNECT_SECS:
-                    self._lose(link, "it does not answer, or it does not know this worker's secret")
-        self._doorman.close(linger=0)
-        self._bell_heard.close(linger=0)
-
-    def _note(self, link: Link, event: int) -> bool:
-        """Act on what happened to a link; say whether nothing more will."""
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            link.is_up = True
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._lose(link, "it does not know the same secret")
-        elif event == zmq.EVENT_DISCONNECTED and link.is_up:
-            self._lose(link, "its process ended, or the network to it broke")
-        return event == zmq.EVENT_MONITOR_STOPPED
+    def drop(self, peer_id: int) -> None:
+        """Close the link to a peer that is gone; nothing is reported."""
+        link = self._links.get(peer_id)
+        if link is not None:
+            link.close(0)
+        self._accepted.pop(peer_id, None)
+        self._readers = [(reader_id, reader) for reader_id, reader in self._readers if reader_id != peer_id]
 
     def _lose(self, link: Link, why: str) -> None:
         is_news = not link.is_closed
         link.close(0)
-        if is_news and not self._is_closing:
+        if is_news and not self.is_closing:
             self._on_lost(link.peer_id, why, link.is_up)
 
-    def drop(self, peer_id: int) -> None:
-        """Close the link to a peer that left; nothing is reported."""
-        link = self._links.get(peer_id)
-        if link is not None:
-            link.close(0)
-
-    def _admit(self, request: list[bytes]) -> None:
-        """Answer zmq's question about a peer that has ended the handshake: does it hold our key?"""
-        version, request_id, _, _, _, mechanism, *credentials = request
-        is_known = (
-            mechanism == b"CURVE" and len(credentials) == 1
-            and zmq.utils.z85.encode(credentials[0]) == self._keys.public
-        )  # fmt: skip
-        answer = [b"200", b"OK", b"weft", b""] if is_known else [b"400", b"no", b"", b""]
-        self._doorman.send_multipart([version, request_id, *answer])
+    def close(self) -> None:
+        """Close everything. Nobody may take messages any more."""
+        with self._lock:
+            self.is_closing = True
+        for link in list(self._links.values()):
+            link.flush()
+            link.close(_GOODBYE_MS if link.is_up else 0)
+        self._watch.stop()
+        self._context.term()

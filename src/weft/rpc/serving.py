@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from weft.errors import StateError
+from weft.local.segment import SegmentName
 from weft.rpc.failures import describe_failure
 from weft.rpc.functions import is_async
 from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
@@ -84,9 +85,16 @@ class Server:
         if name == "job":
             return agent.take_job(message.call_id)
         if name == "hello":
-            peer = agent.directory.add(Card.decode(arguments[0]))
+            card, ring = arguments
+            peer = agent.directory.add(Card.decode(card))
             # So that each of the two notices when the other one dies.
             agent.introduce(peer)
+            if ring is not None and agent.links.accept_ring(sender_id, SegmentName(*ring)):
+                agent.tell(sender_id, ("ring",))
+        elif name == "ring":
+            agent.use_ring(agent.peers[sender_id])
+        elif name == "to ring":
+            agent.links.read_ring(sender_id)
         elif name == "fetch":
             self._check_sender(message)
             return self._accept_fetch(message, GlobalId(*arguments[0]))

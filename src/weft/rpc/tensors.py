@@ -113,7 +113,7 @@ class TensorPost:
         if not tensor.is_contiguous():
             strides, span = tensor.stride(), _span_of(tensor)
             if span > 2 * numel and span * tensor.itemsize > _SPARED_BYTES:
-                tensor, strides = tensor.detach().contiguous(), None
+                tensor, strides = _compacted(tensor), None
             else:
                 numel = span
         device, place = None, None
@@ -291,14 +291,23 @@ def _span_of(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _compacted(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.itemsize > 1:
+        return tensor.contiguous()
+    return (
+        tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    )  # torch can't copy the dtypes of a few bits
+
+
 def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.itemsize
-    try:
-        return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
-    except RuntimeError as error:
-        raise _memory_error(tensor) from error
+    if start + num_bytes > storage.nbytes():  # set_ would make it larger
+        raise _memory_error(tensor)
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, start, (num_bytes,), (1,))
 
 
 def _address_of(tensor: torch.Tensor) -> int:

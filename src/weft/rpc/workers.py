@@ -43,6 +43,7 @@ class Card:
     pid: int
     local_address: str  # for workers of the same host
     remote_address: str | None  # for the others; None: it listens to nobody outside its host
+    bell: list[int] = field(default_factory=list[int])  # the name of the memory to wake it through
     num_devices: int = 0
     devices: list[str] = field(default_factory=list[str])
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])

@@ -1,0 +1,200 @@
+"""Messages between two workers of one host, through memory that both have mapped.
+
+A `Ring` has one writer and one reader. The writer puts a message behind the last one and moves `tail`; the
+reader takes it out and moves `head`. Neither waits: a full ring is the writer's to deal with, and who sleeps
+is woken by a `Bell`.
+
+    bytes 0..8     head: how far the reader is
+    bytes 64..72   tail: how far the writer is
+    bytes 128..    entries: number of parts, length of each, the parts; aligned to 8, never across the end
+
+Invariant: head <= tail <= head + capacity. Both only grow; where they point is their remainder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from weft.local import kernel
+from weft.local.segment import Segment, SegmentName, open_segment, own_segment
+
+Part = bytes | memoryview
+
+RING_BYTES = 1 << 20
+_START = 128
+_HEAD, _TAIL = 0, 8  # as indices of 64-bit words
+_LENGTHS = [struct.Struct(f"<{1 + num_parts}Q") for num_parts in range(9)]
+_COUNT = struct.Struct("<Q")
+_SKIP = (1 << 64) - 1  # in the place of a number of parts: go on at the start
+_SPILL = (1 << 64) - 2  # the message lies in a segment of its own, whose name follows
+_SPILL_NAME = struct.Struct("<QQQQQQ")  # the name, and the number of bytes of the message's entry
+
+
+class RingWriter:
+    """The writing end. One thread at a time."""
+
+    def __init__(self) -> None:
+        # Not reclaimed: the reader takes out what is there even when this end is gone.
+        self._segment = own_segment(_START + RING_BYTES, is_reclaimed=False)
+        self.name: SegmentName = self._segment.name
+        self._words: memoryview = memoryview(self._segment.memory).cast("Q")
+        self._data = memoryview(self._segment.memory)[_START : _START + RING_BYTES]
+        self._tail = 0
+        self._spilled: deque[tuple[int, Segment]] = deque()
+
+    def write(self, parts: Sequence[Part]) -> bool:
+        """Put a message in; False when there is no room."""
+        lengths = [len(part) for part in parts]
+        num_bytes = 8 + 8 * len(lengths) + sum(lengths)
+        if num_bytes > RING_BYTES // 4:
+            return self._spill(parts, lengths, num_bytes)
+        at = self._reserve(num_bytes)
+        if at is None:
+            return False
+        _put(self._data, at, parts, lengths)
+        self._publish(num_bytes)
+        return True
+
+    def _reserve(self, num_bytes: int) -> int | None:
+        """Where an entry of that size can go; None when there is no room."""
+        at = self._tail % RING_BYTES
+        skipped = RING_BYTES - at if at + num_bytes > RING_BYTES else 0
+        if self._tail + skipped + _aligned(num_bytes) - self._words[_HEAD] > RING_BYTES:
+            return None
+        if skipped:
+            _COUNT.pack_into(self._data, at, _SKIP)
+            self._tail += skipped
+            at = 0
+        return at
+
+    def _publish(self, num_bytes: int) -> None:
+        self._tail += _aligned(num_bytes)
+        kernel.fence()  # the entry is there before the tail says so
+        self._words[_TAIL] = self._tail
+
+    def _spill(self, parts: Sequence[Part], lengths: list[int], num_bytes: int) -> bool:
+        while self._spilled and self._spilled[0][0] <= self._words[_HEAD]:
+            self._spilled.popleft()
+        entry_bytes = 8 + _SPILL_NAME.size
+        at = self._reserve(entry_bytes)
+        if at is None:
+            return False
+        segment = own_segment(num_bytes, is_reclaimed=False)
+        _put(memoryview(segment.memory), 0, parts, lengths)
+        _COUNT.pack_into(self._data, at, _SPILL)
+        _SPILL_NAME.pack_into(self._data, at + 8, *segment.name, num_bytes)
+        self._publish(entry_bytes)
+        self._spilled.append((self._tail, segment))  # until it is read: the reader opens it by its name
+        return True
+
+
+class RingReader:
+    """The reading end. One thread at a time."""
+
+    def __init__(self, name: SegmentName, peer_id: int) -> None:
+        self._peer_id = peer_id
+        segment = open_segment(name, peer_id)
+        self._words: memoryview = memoryview(segment.memory).cast("Q")
+        self._data = memoryview(segment.memory)[_START : _START + RING_BYTES]
+        self._head = 0
+
+    def read(self) -> list[Part] | None:
+        """Take out the next message; None when there is none."""
+        if self._words[_TAIL] == self._head:
+            return None
+        kernel.fence()  # what lies before the tail is read after the tail
+        at = self._head % RING_BYTES
+        (num_parts,) = _COUNT.unpack_from(self._data, at)
+        if num_parts == _SKIP:
+            self._move(RING_BYTES - at)
+            return self.read()
+        if num_parts == _SPILL:
+            *name, num_bytes = _SPILL_NAME.unpack_from(self._data, at + 8)
+            segment = open_segment(SegmentName(*name), self._peer_id)
+            parts, _ = _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)
+            self._move(_aligned(8 + _SPILL_NAME.size))
+            return parts
+        parts, num_bytes = _get(self._data, at, is_copied=True)
+        self._move(_aligned(num_bytes))
+        return parts
+
+    def _move(self, num_bytes: int) -> None:
+        self._head += num_bytes
+        kernel.fence()  # the entry is read before its room is free
+        self._words[_HEAD] = self._head
+
+
+class Bell:
+    """A word in shared memory that a worker's threads sleep on, and whoever has a message for it changes."""
+
+    def __init__(self, segment: Segment, ringer_id: int) -> None:
+        self._segment = segment
+        self._words: Any = memoryview(segment.memory).cast("I")
+        self._address = ctypes.c_void_p(segment.address)
+        # No two rings in a row leave the same value: a sleeper sees each, however they interleave.
+        self._values = itertools.count((ringer_id & 0x3FF) << 22)
+
+    @property
+    def name(self) -> SegmentName:
+        """What another worker opens it by."""
+        return self._segment.name
+
+    def value(self) -> int:
+        """The word, to be looked at before what it announces."""
+        return self._words[0]
+
+    def ring(self) -> None:
+        """Wake one sleeper."""
+        self._words[0] = next(self._values) & 0xFFFFFFFF
+        kernel.futex_wake(self._address, 1)
+
+    def sleep(self, seen: int, secs: float) -> None:
+        """Sleep until the word is not `seen` any more, `secs` at most."""
+        kernel.futex_wait(self._address, seen, secs)
+
+
+def own_bell(own_id: int) -> Bell:
+    """This worker's bell."""
+    return Bell(own_segment(1, is_reclaimed=False), own_id)
+
+
+def open_bell(name: SegmentName, peer_id: int, own_id: int) -> Bell:
+    """Another worker's bell."""
+    return Bell(open_segment(name, peer_id), own_id)
+
+
+def _aligned(num_bytes: int) -> int:
+    return (num_bytes + 7) & ~7
+
+
+def _put(data: memoryview, at: int, parts: Sequence[Part], lengths: list[int]) -> None:
+    table = _table(len(lengths))
+    table.pack_into(data, at, len(lengths), *lengths)
+    at += table.size
+    for part, length in zip(parts, lengths, strict=True):
+        data[at : at + length] = part
+        at += length
+
+
+def _get(data: memoryview, at: int, *, is_copied: bool) -> tuple[list[Part], int]:
+    """The parts of an entry, and how many bytes it has."""
+    start = at
+    (num_parts,) = _COUNT.unpack_from(data, at)
+    table = _table(num_parts)
+    _, *lengths = table.unpack_from(data, at)
+    at += table.size
+    parts: list[Part] = []
+    for length in lengths:
+        part = data[at : at + length]
+        parts.append(bytes(part) if is_copied else part)
+        at += length
+    return parts, at - start
+
+
+def _table(num_parts: int) -> struct.Struct:
+    return _LENGTHS[num_parts] if num_parts < len(_LENGTHS) else struct.Struct(f"<{1 + num_parts}Q")
