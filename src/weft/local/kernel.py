@@ -72,10 +72,12 @@ def _load_libc() -> Any:
 
 
 _libc = _load_libc()
+_libc_locked: Any = None if _libc is None else ctypes.PyDLL(None)
 _NUMBER = ctypes.c_long(_FUTEX_NUMBER.get(platform.machine(), -1))
 _WAIT = ctypes.c_int(_FUTEX_WAIT)
 _WAKE = ctypes.c_int(_FUTEX_WAKE)
 _ALL = ctypes.c_int(_EVERYONE)
+_ONE = ctypes.c_int(1)
 _ZERO = ctypes.c_int(0)
 _DUMMY = ctypes.c_uint(0)
 _DUMMY_WORD = ctypes.c_void_p(ctypes.addressof(_DUMMY))
@@ -92,10 +94,17 @@ def fence() -> None:
         futex_wake(_DUMMY_WORD)  # the kernel runs a full fence in it
 
 
-def futex_wake(word: ctypes.c_void_p, num_woken: int | None = None) -> None:
-    """Wake waiters on the word, every one by default. The kernel runs a full memory fence in it."""
-    count = _ALL if num_woken is None else ctypes.c_int(num_woken)
-    _libc.syscall(_NUMBER, word, _WAKE, count, None, None, _ZERO)
+def futex_wake(word: ctypes.c_void_p) -> None:
+    """Wake every waiter on the word. The kernel runs a full memory fence in it."""
+    _libc.syscall(_NUMBER, word, _WAKE, _ALL, None, None, _ZERO)
+
+
+def futex_wake_one(word: ctypes.c_void_p) -> None:
+    """Wake one waiter on the word.
+
+    Python's lock is kept meanwhile: to give it away and get it back may cost more than the call.
+    """
+    _libc_locked.syscall(_NUMBER, word, _WAKE, _ONE, None, None, _ZERO)
 
 
 def futex_wait(word: ctypes.c_void_p, seen: int, secs: float) -> None:

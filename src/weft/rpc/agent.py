@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ from weft.rpc.workers import Card, WorkerInfo
 logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
+_DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
 class Agent:
@@ -72,10 +74,17 @@ class Agent:
         self.leave_group: Callable[[], None] | None = None
         self.list_members: Callable[[], list[Card]] | None = None
         self._introducing = threading.Lock()
+        self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
         self._jobs: dict[int, Callable[[], None]] = {}
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
         self.server = Server(self)
-        self.pool = Pool(self.links, self.server.accept, lambda: registry.enter(self), options.num_threads)
+        self.pool = Pool(
+            self.links,
+            self.server.accept,
+            lambda: registry.enter(self),
+            lambda: self.clock.note(0.0),
+            options.num_threads,
+        )
         self.clock = Clock(self._time_out)
         self.gatherings = Gatherings(self)
 
@@ -108,7 +117,8 @@ class Agent:
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
     ) -> None:
         message = Message(kind, self.info.id, call_id, self.epoch, body, buffers or ())
-        self.links.send(peer.info.id, encode_message(message))
+        is_answer = kind is Kind.RESULT or kind is Kind.FAILURE
+        self.links.send(peer.info.id, encode_message(message), is_answer=is_answer)
 
     def send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
@@ -249,9 +259,7 @@ class Agent:
         return True
 
     def _wait(self, call: SyncCall) -> Any:
-        with self.pool.blocking():
-            is_answered = call.wait()
-        if not is_answered and self.take(call.id) is not None:
+        if not self.pool.wait_for(call) and self.take(call.id) is not None:
             raise call.timeout_error()
         if call.reply is None:  # somebody took it to answer it just as its time was over
             call.wait()
@@ -299,7 +307,9 @@ class Agent:
             if not call.is_internal:
                 self.peers[call.to.id].leave()
             self.run_soon(call.answer(call.timeout_error()))
-        return self.calls.next_deadline()
+        self._tell_drops()
+        deadlines = [self.calls.next_deadline(), self.pool.look_after()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # How it stands
 
@@ -365,7 +375,17 @@ class Agent:
     def drop_rref(self, owner_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """Tell an owner that an RRef is gone. May be called by the garbage collector, at any moment."""
         if not self.is_ended:
-            self.clock.put(lambda: self.book.drop_user(owner_id, rref_id, fork_id))
+            self._dropped.append((owner_id, rref_id, fork_id))
+            self.clock.note(time.monotonic() + _DROP_SECS)
+
+    def _tell_drops(self) -> None:
+        """Tell owners of the RRefs that are gone, many at a time."""
+        drops: dict[int, list[tuple[GlobalId, GlobalId]]] = {}
+        while self._dropped:
+            owner_id, rref_id, fork_id = self._dropped.popleft()
+            drops.setdefault(owner_id, []).append((rref_id, fork_id))
+        for owner_id, gone in drops.items():
+            self.book.drop_users(owner_id, gone)
 
     # The end
 
@@ -379,6 +399,7 @@ class Agent:
         if self.leave_group is not None:
             self.leave_group()
         self.clock.stop()
+        self._tell_drops()
         for peer in list(self.peers.values()):
             if peer.lost is None and peer.info != self.info and self.links.is_open(peer.info.id):
                 self.tell(peer.info.id, ("bye", failure))

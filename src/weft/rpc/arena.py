@@ -27,12 +27,13 @@ import numpy as np
 import torch
 
 from weft.errors import ConfigError
+from weft.local import kernel
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
 from weft.rpc.wire import WireError
 
 KEPT_BYTES = 256 << 20
 _SLAB_BYTES = 16 << 20
-_SMALLEST_BLOCK_BYTES = 16 << 10
+_SMALLEST_BLOCK_BYTES = 64 << 10
 _MAX_BLOCKS = 256  # of a slab: its flags fit the first page with room for more
 _MAX_SLABS = 128  # each takes two file descriptors, and a process has about a thousand
 _TRIM_SECS = 1.0
@@ -282,4 +283,5 @@ class Borrower:
 def _give_back(borrower: int, memory: mmap.mmap, index: int) -> None:
     # A forked child drops its copy of the tensor when it ends: the block is still its parent's.
     if os.getpid() == borrower:
+        kernel.fence()  # the block is not free before all reads and writes of it are done
         memory[index] = FREE

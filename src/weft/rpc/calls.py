@@ -56,16 +56,25 @@ class SyncCall(Call):
         self.deadline = None  # its caller looks at the clock itself
         self._answered = threading.Lock()
         self._answered.acquire()
+        self._ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
         self.reply: Answer | None = None
+        self.when_answered: Callable[[], None] | None = None
 
     def answer(self, answer: Answer) -> None:
         """Take the answer and wake the caller."""
         self.reply = answer
         self._answered.release()
+        if self.when_answered is not None:
+            self.when_answered()
+
+    def left_secs(self) -> float:
+        """How long the caller will still wait."""
+        return self._ends_at - time.monotonic()
 
     def wait(self) -> bool:
         """Whether the answer came in time."""
-        return self._answered.acquire(timeout=self.timeout_secs or -1)
+        left_secs = self.left_secs()
+        return self._answered.acquire(timeout=-1 if left_secs == float("inf") else max(0.0, left_secs))
 
 
 class CallFuture(torch.futures.Future[Any]):

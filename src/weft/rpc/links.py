@@ -23,7 +23,8 @@ import zmq
 
 from weft.errors import ConfigError, PeerError, StateError
 from weft.local.segment import SegmentName
-from weft.rpc.ring import Bell, Part, RingReader, RingWriter, open_bell, own_bell
+from weft.rpc.bell import Bell, open_bell, own_bell
+from weft.rpc.ring import Part, RingReader, RingWriter
 from weft.rpc.secret import Keys
 from weft.rpc.watching import CONNECT_SECS, Watch
 
@@ -31,7 +32,6 @@ from weft.rpc.watching import CONNECT_SECS, Watch
 _HEARTBEAT_MS = 400
 _SILENCE_MS = 1200
 _GOODBYE_MS = 500  # for what is still on its way out when a worker leaves
-_NAP_SECS = 5.0  # at most this long, should a ring of the bell ever be missed
 
 
 class Link:
@@ -49,7 +49,7 @@ class Link:
         self._bell: Bell | None = None
         self._waiting: deque[list[bytes]] = deque()  # for room in the ring
 
-    def send(self, parts: Sequence[Part]) -> bool:
+    def send(self, parts: Sequence[Part], is_answer: bool) -> bool:
         """Send one message; False when it waits for room. Raises PeerError when the link is closed."""
         with self.lock:
             if self.is_closed:
@@ -60,7 +60,7 @@ class Link:
             is_written = not self._waiting and self._ring.write(parts)
             if not is_written:
                 self._waiting.append([bytes(part) for part in parts])
-            self._bell.ring()
+            self._bell.ring(is_answer=is_answer)
             return is_written
 
     def flush(self) -> bool:
@@ -175,13 +175,13 @@ class Links:
         link = self._links.get(peer_id)
         return link is not None and not link.is_closed
 
-    def send(self, peer_id: int, parts: Sequence[Part]) -> None:
+    def send(self, peer_id: int, parts: Sequence[Part], *, is_answer: bool = False) -> None:
         """Send one message. Raises PeerError when the link is closed; never waits."""
         if peer_id == self._own_id:
             self.put_mail([bytes(part) for part in parts])
             return
         link = self._links[peer_id]
-        if not link.send(parts):
+        if not link.send(parts, is_answer):
             self._watch.flush_soon(link)
 
     def put_mail(self, parts: Sequence[Part]) -> None:
@@ -189,11 +189,9 @@ class Links:
         self._mail.append(parts)
         self.bell.ring()
 
-    # What comes in (the pool's Ear)
-
-    def signal(self) -> int:
-        """The bell's value, to be looked at before what it announces."""
-        return self.bell.value()
+    def has_mail(self) -> bool:
+        """Whether there is a message to take."""
+        return bool(self._mail) or any(reader.has_mail() for _, reader in self._readers)
 
     def take(self) -> Sequence[Part] | None:
         """The next message from any peer, if there is one. One thread at a time."""
@@ -207,14 +205,6 @@ class Links:
                     self._readers = [*self._readers[place + 1 :], *self._readers[: place + 1]]
                 return parts
         return None
-
-    def sleep(self, signal: int) -> None:
-        """Sleep until the bell rings."""
-        self.bell.sleep(signal, _NAP_SECS)
-
-    def wake(self) -> None:
-        """Wake one that sleeps."""
-        self.bell.ring()
 
     # Rings
 
@@ -245,7 +235,7 @@ class Links:
     def stop(self) -> None:
         """Let those who hear end, when there is nothing left."""
         self.is_closing = True
-        self.bell.ring()
+        self.bell.wake()
 
     def drop(self, peer_id: int) -> None:
         """Close the link to a peer that is gone; nothing is reported."""

@@ -1,12 +1,14 @@
 """The threads that hear messages and run what they ask for.
 
-Idle threads sleep on the bell; a message wakes one of them, which takes it and does itself what it asks for:
-no hand-over on the way. Taking is done by one thread at a time and never waits. The last thread that is not
-busy runs nothing: it puts jobs on a backlog and keeps hearing, so that answers are heard whatever the
-handlers do.
+A message wakes one thread, which takes it and does itself what it asks for: no hand-over on the way. While
+that thread is awake nobody else is woken: it looks for more when it is done, so that a flood of small calls
+is worked off by one thread instead of many that fight for the interpreter. A job that takes longer than a
+moment is noticed by the clock (`look_after`), which wakes the next thread.
 
-A handler that waits for a call of its own says so (`blocking`) and does not count against the limit, so
-nested calls never run out of threads.
+The last thread that is not busy runs nothing: it puts jobs on a backlog and keeps hearing, so that answers
+are heard whatever the handlers do. A handler that waits for a call of its own says so (`blocking`) and does
+not count against the limit, so nested calls never run out of threads. A caller that waits for an answer takes
+messages itself (`wait_for`).
 """
 
 from __future__ import annotations
@@ -18,28 +20,27 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from weft.rpc.bell import Bell
+from weft.rpc.calls import SyncCall
+
 Job = Callable[[], None]
+_NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be missed
+_MOMENT_SECS = 0.001
+_QUIET_SECS = 0.05  # so long after the last job nobody needs to be looked after
 
 
 class Ear(Protocol):
     """Where messages come in."""
 
     is_closing: bool
+    bell: Bell
 
-    def signal(self) -> int:
-        """A number that changes when a message comes, to be read before `take`."""
+    def has_mail(self) -> bool:
+        """Whether there is a message to take."""
         ...
 
     def take(self) -> Any | None:
         """The next message, if there is one. One thread at a time."""
-        ...
-
-    def sleep(self, signal: int) -> None:
-        """Sleep until the signal is another one. A message wakes one of the sleepers."""
-        ...
-
-    def wake(self) -> None:
-        """Wake a sleeper."""
         ...
 
 
@@ -50,24 +51,36 @@ class _Mine(threading.local):
 class Pool:
     """Threads that run `accept` on each message that the ear takes, and the job that it returns.
 
-    `accept` must not wait; it is called in the order of the messages. `enter` is called first on each thread.
-    Neither a job nor `accept` may raise.
+    `accept` must not wait; it is called in the order of the messages. `enter` is called first on each thread,
+    `begin` when jobs begin to run after a pause: from then on `look_after` must be called until it returns
+    None. Neither a job nor `accept` may raise.
     """
 
     def __init__(
-        self, ear: Ear, accept: Callable[[Any], Job | None], enter: Callable[[], None], limit: int
+        self,
+        ear: Ear,
+        accept: Callable[[Any], Job | None],
+        enter: Callable[[], None],
+        begin: Callable[[], None],
+        limit: int,
     ) -> None:
         self._ear = ear
         self._accept = accept
         self._enter = enter
+        self._begin = begin
         self._limit = limit
         self._taking = threading.Lock()
+        self._listening = threading.Lock()  # of the caller that listens
         self._lock = threading.Lock()  # of all that follows
         self._backlog: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_free = 0  # threads that run no job
+        self._num_awake = 0  # threads that will look for messages by themselves
         self._num_blocked = 0
         self._num_busy = 0
+        self._num_done = 0
+        self._is_looked_after = False
+        self._last_look = (0.0, 0)  # when jobs were last done, and how many
         self._mine = _Mine()
 
     def start(self) -> None:
@@ -90,7 +103,14 @@ class Pool:
         thread = threading.Thread(target=self._run, name="weft-rpc-worker", daemon=True)
         self._threads.add(thread)
         self._num_free += 1
+        self._set_awake(1)
         thread.start()
+
+    def _set_awake(self, change: int) -> None:
+        self._num_awake += change
+        self._ear.bell.set_awake(self._num_awake)
+
+    # The threads
 
     def _run(self) -> None:
         self._mine.is_worker = True
@@ -103,13 +123,14 @@ class Pool:
             del job  # what it holds must not live until the next one comes
             with self._lock:
                 self._num_busy -= 1
+                self._num_done += 1
                 self._num_free += 1
 
     def _next_job(self) -> Job | None:
-        """The next job for this thread; None when it is not needed any more."""
+        """The next job for this thread; None when it is not needed any more. Sleeps until there is one."""
         ear = self._ear
         while True:
-            signal = ear.signal()
+            signal = ear.bell.signal()
             job = self._take_job()
             if job is not None:
                 return job
@@ -117,12 +138,16 @@ class Pool:
                 if self._backlog and self._may_work():
                     self._num_free -= 1
                     return self._backlog.popleft()
+                self._set_awake(-1)
                 if ear.is_closing or len(self._threads) - self._num_blocked > self._limit + 1:
                     self._threads.discard(threading.current_thread())
                     self._num_free -= 1
                     break
-            ear.sleep(signal)
-        ear.wake()  # the next one is to end too, or to hear in this one's place
+            if not ear.has_mail():  # what came since the last look found this thread awake
+                ear.bell.sleep(signal, _NAP_SECS)
+            with self._lock:
+                self._set_awake(1)
+        ear.bell.wake()  # the next one is to end too, or to hear in this one's place
         return None
 
     def _take_job(self) -> Job | None:
@@ -139,15 +164,34 @@ class Pool:
                     self._num_busy += 1
                     if self._may_work():
                         self._num_free -= 1
-                        return job
+                        break
                     self._backlog.append(job)
                 del job
+        if not self._is_looked_after:
+            self._is_looked_after = True
+            self._begin()
+        return job
 
     def _may_work(self) -> bool:
         """Whether this thread may do a job: another one must be free to hear. The lock is held."""
         if self._num_free <= 1 and len(self._threads) - self._num_blocked <= self._limit:
             self._add_thread()
         return self._num_free > 1
+
+    def look_after(self) -> float | None:
+        """Wake another thread where one takes its time. Returns when to look again, or None after a pause."""
+        now = time.monotonic()
+        last_secs, num_done = self._last_look
+        if self._num_done != num_done or self._num_busy:
+            self._last_look = (now, self._num_done)
+        elif now - last_secs > _QUIET_SECS:
+            self._is_looked_after = False
+            return None
+        if self._num_done == num_done and (self._backlog or self._ear.has_mail()):
+            self._ear.bell.wake()
+        return now + _MOMENT_SECS
+
+    # Those who wait
 
     @contextmanager
     def blocking(self) -> Generator[None]:
@@ -157,13 +201,63 @@ class Pool:
             return
         with self._lock:
             self._num_blocked += 1
+            self._set_awake(-1)
             if self._backlog:
                 self._add_thread()
+        if self._ear.has_mail():
+            self._ear.bell.wake()
         try:
             yield
         finally:
             with self._lock:
                 self._num_blocked -= 1
+                self._set_awake(1)
+
+    def wait_for(self, call: SyncCall) -> bool:
+        """Wait for the answer to a call; whether it came in time. One caller at a time takes messages."""
+        if not self._listening.acquire(blocking=False):
+            with self.blocking():
+                return call.wait()
+        bell = self._ear.bell
+        call.when_answered = bell.wake_caller
+        bell.set_listening(True)
+        try:
+            if self._mine.is_worker:
+                with self.blocking():
+                    return self._listen(call)
+            return self._listen(call)
+        finally:
+            bell.set_listening(False)
+            self._listening.release()
+            if self._ear.has_mail() and not self._num_awake:  # its sender thought that somebody listens
+                bell.wake()
+
+    def _listen(self, call: SyncCall) -> bool:
+        bell = self._ear.bell
+        while True:
+            signal = bell.caller_signal()
+            self._take_for_others()
+            if call.reply is not None:
+                return True
+            left_secs = call.left_secs()
+            if left_secs <= 0 or self._ear.is_closing:
+                return call.wait()
+            bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
+
+    def _take_for_others(self) -> None:
+        """Take all messages; leave the jobs to the pool."""
+        while self._ear.has_mail():
+            with self._taking:
+                message = self._ear.take()
+                job = None if message is None else self._accept(message)
+                del message
+            if job is not None:
+                with self._lock:
+                    self._num_busy += 1
+                    self._backlog.append(job)
+                    is_anyone_awake = self._num_awake > 0
+                if not is_anyone_awake:
+                    self._ear.bell.wake()
 
     def join(self, timeout_secs: float) -> None:
         """Wait until the threads have ended, all but the caller's own. The ear must be closing."""

@@ -13,12 +13,9 @@ Invariant: head <= tail <= head + capacity. Both only grow; where they point is 
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from weft.local import kernel
 from weft.local.segment import Segment, SegmentName, open_segment, own_segment
@@ -103,6 +100,10 @@ class RingReader:
         self._data = memoryview(segment.memory)[_START : _START + RING_BYTES]
         self._head = 0
 
+    def has_mail(self) -> bool:
+        """Whether there is a message."""
+        return self._words[_TAIL] != self._head
+
     def read(self) -> list[Part] | None:
         """Take out the next message; None when there is none."""
         if self._words[_TAIL] == self._head:
@@ -127,45 +128,6 @@ class RingReader:
         self._head += num_bytes
         kernel.fence()  # the entry is read before its room is free
         self._words[_HEAD] = self._head
-
-
-class Bell:
-    """A word in shared memory that a worker's threads sleep on, and whoever has a message for it changes."""
-
-    def __init__(self, segment: Segment, ringer_id: int) -> None:
-        self._segment = segment
-        self._words: Any = memoryview(segment.memory).cast("I")
-        self._address = ctypes.c_void_p(segment.address)
-        # No two rings in a row leave the same value: a sleeper sees each, however they interleave.
-        self._values = itertools.count((ringer_id & 0x3FF) << 22)
-
-    @property
-    def name(self) -> SegmentName:
-        """What another worker opens it by."""
-        return self._segment.name
-
-    def value(self) -> int:
-        """The word, to be looked at before what it announces."""
-        return self._words[0]
-
-    def ring(self) -> None:
-        """Wake one sleeper."""
-        self._words[0] = next(self._values) & 0xFFFFFFFF
-        kernel.futex_wake(self._address, 1)
-
-    def sleep(self, seen: int, secs: float) -> None:
-        """Sleep until the word is not `seen` any more, `secs` at most."""
-        kernel.futex_wait(self._address, seen, secs)
-
-
-def own_bell(own_id: int) -> Bell:
-    """This worker's bell."""
-    return Bell(own_segment(1, is_reclaimed=False), own_id)
-
-
-def open_bell(name: SegmentName, peer_id: int, own_id: int) -> Bell:
-    """Another worker's bell."""
-    return Bell(open_segment(name, peer_id), own_id)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PeerError, StateError
@@ -91,7 +91,7 @@ class RRefBook:
         """Take back the forks of a message that was not sent."""
         for owner_id, rref_id, fork_id, _ in cargo.forks:
             if owner_id == self._own_id and cargo.peer_id != self._own_id:
-                self.on_drop(cargo.peer_id, GlobalId(*rref_id), GlobalId(*fork_id))
+                self.on_drop(cargo.peer_id, [(rref_id, fork_id)])
             else:
                 self._unpin(GlobalId(*fork_id))
 
@@ -133,7 +133,7 @@ class RRefBook:
                 continue
             owner_id, rref_id, fork_id, sender_id = fork
             if owner_id == sender_id and owner_id != self._own_id:
-                self._tell(owner_id, ("drop", rref_id, fork_id))
+                self._tell(owner_id, ("drop", [(rref_id, fork_id)]))
             else:
                 self._accept(sender_id, GlobalId(*fork_id))
 
@@ -152,10 +152,11 @@ class RRefBook:
         """Remember an RRef to another worker's value."""
         self._users[rref.fork_id] = weakref.ref(rref)
 
-    def drop_user(self, owner_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
-        """Tell the owner that an RRef here is gone."""
-        self._users.pop(fork_id, None)
-        self._tell(owner_id, ("drop", rref_id, fork_id))
+    def drop_users(self, owner_id: int, gone: Sequence[tuple[GlobalId, GlobalId]]) -> None:
+        """Tell an owner that RRefs here are gone: their values and forks."""
+        for _, fork_id in gone:
+            self._users.pop(fork_id, None)
+        self._tell(owner_id, ("drop", [(tuple(rref_id), tuple(fork_id)) for rref_id, fork_id in gone]))
 
     def delete_all_users(self) -> None:
         """Give up every RRef to other workers' values; they can't be used after this."""
@@ -166,13 +167,16 @@ class RRefBook:
 
     # What other workers say
 
-    def on_drop(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
-        """A holder's RRef is gone."""
+    def on_drop(self, sender_id: int, gone: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+        """RRefs of a holder are gone."""
+        released: list[OwnedValue] = []  # the values may go with it: not under the lock
         with self._lock:
-            owned = self._owned.get(rref_id)
-            if owned is not None and owned.holders.pop(fork_id, None) is not None and not owned.holders:
-                del self._owned[rref_id]
-        del owned  # the value may go here: not under the lock
+            for rref_id, fork_id in gone:
+                owned = self._owned.get(GlobalId(*rref_id))
+                if owned is not None and owned.holders.pop(GlobalId(*fork_id), None) is not None:
+                    released.append(owned)
+                    if not owned.holders:
+                        del self._owned[owned.id]
 
     def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """A worker has an RRef to a value of this one, from a third."""

@@ -30,7 +30,9 @@ from weft.rpc.sparse import is_dense, put_together, take_apart
 from weft.rpc.wire import INLINE_BYTES, WireError
 from weft.tensors import contiguous_strides
 
-SHARED_BYTES = 16 * 1024  # from here on a block costs less than to encrypt and copy the bytes
+SHARED_BYTES = (
+    64 * 1024
+)  # from about here on a block costs less than to copy the bytes along with the message
 _SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
 
 _ON_DEVICE = "device"  # in front of a block that is a GPU's
