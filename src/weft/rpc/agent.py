@@ -1,6 +1,6 @@
 """The agent: a worker's end of every call.
 
-Calls go out here and their answers come back; what other workers ask for is served in serving.py. Links move
+Calls go out in calling.py, what other workers ask for is served in serving.py. Links move
 the messages, the pool hears them, the book counts RRefs, the clock sees to timeouts.
 
 Failure: a worker that is gone is an error for each call that needs it, at once; one that is slow, when the
@@ -10,30 +10,29 @@ timeout is over. A call is answered once and never sent twice.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from weft.errors import ConfigError, PeerError, PeerTimeoutError, StateError, UnfitError
+from weft.errors import ConfigError, PeerError, StateError, UnfitError
 from weft.local.segment import SegmentName
 from weft.rpc import registry
-from weft.rpc.calls import Answer, AsyncCall, Call, CallFuture, CallTable, SyncCall
+from weft.rpc.calling import Caller
+from weft.rpc.calls import Answer, Call, CallTable
 from weft.rpc.clock import Clock
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination, Directory
 from weft.rpc.failures import rebuild_failure
 from weft.rpc.gathering import Gatherings
 from weft.rpc.links import Links
-from weft.rpc.notices import REMOTE_IDS, write_notice
+from weft.rpc.notices import write_notice
 from weft.rpc.options import AgentOptions
 from weft.rpc.owned import GlobalId
 from weft.rpc.packing import Packer
 from weft.rpc.peers import Peer
 from weft.rpc.pool import Pool
-from weft.rpc.rref import RRef
 from weft.rpc.rref_book import RRefBook
 from weft.rpc.secret import derive_keys
 from weft.rpc.serving import Server
@@ -86,6 +85,7 @@ class Agent:
             options.num_threads,
         )
         self.clock = Clock(self._time_out)
+        self.caller = Caller(self)
         self.gatherings = Gatherings(self)
 
     def start(self) -> None:
@@ -136,7 +136,7 @@ class Agent:
         except (PeerError, StateError, UnfitError):
             logger.debug("worker %s is gone; it was to hear %s", worker_id, notice)
 
-    # Calls
+    # Answers
 
     def resolve_timeout(self, timeout: float) -> float:
         """Seconds for a call; 0 for none."""
@@ -148,125 +148,6 @@ class Agent:
                 f"{timeout}."
             )
         return float(timeout)
-
-    def call_sync(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float,
-    ) -> Any:
-        """Call a function on a worker and wait for what it returns or raises."""
-        peer = self.directory.find(to)
-        call = SyncCall(peer.info, f"rpc_sync of {_name_of(func)}", self.resolve_timeout(timeout))
-        if peer.lost is not None:
-            raise peer.gone_error(call.what)
-        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
-        return self._wait(call)
-
-    def call_async(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float,
-        *,
-        is_internal: bool = False,
-    ) -> CallFuture:
-        """Call a function on a worker; a future of what it returns or raises."""
-        peer = self.directory.find(to)
-        call = self._future_call(peer, f"rpc_async of {_name_of(func)}", self.resolve_timeout(timeout))
-        call.is_internal = is_internal
-        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
-        return call.future
-
-    def call_remote(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        timeout: float,
-    ) -> RRef[Any]:
-        """Call a function on a worker; an RRef to what it returns."""
-        peer = self.directory.find(to)
-        rref_id, fork_id = self.book.new_id(), self.book.new_id()
-        call = self._future_call(peer, f"remote of {_name_of(func)}", self.resolve_timeout(timeout))
-        if peer.info.id == self.info.id:
-            rref = RRef.of_owned(self, self.book.create(rref_id, None, peer.info.id))
-        else:
-            rref = RRef.of_other(self, peer.info, rref_id, fork_id)
-            self.book.add_user(rref)
-        rref.created_by(call.future, call.deadline)
-        ids = REMOTE_IDS.pack(rref_id.local_id, fork_id.local_id)
-        try:
-            self._launch(peer, call, Kind.REMOTE, (func, args, kwargs), ids)
-        except BaseException:
-            if rref.owned is not None:
-                self.book.release_unheld(rref.owned)
-            raise
-        return rref
-
-    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        """A copy of the value of another worker's RRef."""
-        peer = self.directory.find(rref.owner().id)
-        call = SyncCall(peer.info, f"to_here of {rref}", rref.limit_wait(self.resolve_timeout(timeout)))
-        if peer.lost is not None:
-            raise peer.gone_error(call.what)
-        self._enter(peer, call)
-        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id)), [])
-        try:
-            return self._wait(call)
-        except PeerTimeoutError:
-            rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
-            raise
-
-    def _future_call(self, peer: Peer, what: str, timeout_secs: float) -> AsyncCall:
-        return AsyncCall(peer.info, what, timeout_secs, CallFuture(self.pool.blocking), self.open_answer)
-
-    def _enter(self, peer: Peer, call: Call) -> None:
-        if not call.is_internal:
-            peer.enter(self.options.max_in_flight, call.timeout_secs, call.what)
-
-    def _launch(self, peer: Peer, call: Call, kind: Kind, payload: tuple[Any, ...], ids: bytes = b"") -> None:
-        """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
-        self._enter(peer, call)
-        try:
-            packed = self.packer.pack(payload, peer.calling)
-        except BaseException:
-            if not call.is_internal:
-                peer.leave()
-            raise
-        body = ids + packed.body if ids else packed.body
-        if not self._post_call(peer, call, kind, body, packed.buffers):
-            self.book.undo(packed.cargo)
-
-    def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
-        """Send a call that is packed; False when it was answered with an error instead."""
-        self.calls.add(call)
-        try:
-            # The peer may be found dead at any time: from now on that answers the call.
-            self.send(peer, kind, call.id, body, buffers)
-        except PeerError:
-            self.give_answer(call.id, peer.gone_error(call.what) if peer.lost else sys.exc_info()[1])
-            return False
-        if peer.lost is not None:
-            self.give_answer(call.id, peer.lost_error(call.what))
-        if call.deadline is not None:
-            self.clock.note(call.deadline)
-        return True
-
-    def _wait(self, call: SyncCall) -> Any:
-        if not self.pool.wait_for(call) and self.take(call.id) is not None:
-            raise call.timeout_error()
-        if call.reply is None:  # somebody took it to answer it just as its time was over
-            call.wait()
-        assert call.reply is not None
-        return self.open_answer(call.reply)
-
-    # Answers
 
     def take(self, call_id: int) -> Call | None:
         """Take a call out of the table, to answer it."""
@@ -414,9 +295,3 @@ class Agent:
         self.pool.join(_JOIN_SECS)
         self.links.close()
         self.post.close()
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
-    module = getattr(func, "__module__", None)
-    return f"{module}.{name}" if module else str(name)

@@ -64,7 +64,7 @@ def rpc_sync(
     """
     agent = registry.current_agent()
     _check_callable(func)
-    return agent.call_sync(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
+    return agent.caller.call_sync(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
 
 
 def rpc_async(
@@ -81,7 +81,7 @@ def rpc_async(
     """
     agent = registry.current_agent()
     _check_callable(func)
-    future = agent.call_async(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
+    future = agent.caller.call_async(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
     own, torchs = getattr(_thread_local_var, "future_list", None), torch_names.waited_futures()
     for futures in [own] if torchs is own else [own, torchs]:
         if futures is not None:
@@ -103,7 +103,7 @@ def remote(
     """
     agent = registry.current_agent()
     _check_callable(func)
-    return agent.call_remote(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
+    return agent.caller.call_remote(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
 
 
 def _check_callable(func: object) -> None:

@@ -124,7 +124,7 @@ def gather(
             agent.gatherings.add(sequence_id, leader, obj, names)
         else:
             arguments = (sequence_id, agent.info.name, obj, names)
-            agent.call_async(leader, to_leader, arguments, {}, call_secs, is_internal=True).wait()
+            agent.caller.call_async(leader, to_leader, arguments, {}, call_secs, is_internal=True).wait()
         with agent.pool.blocking():
             is_over = gathering.is_over.wait(wait_secs)
         if gathering.error is not None:
@@ -155,7 +155,7 @@ def _spread(
 ) -> None:
     arguments = (sequence_id, gathering.objects)
     futures = {
-        name: agent.call_async(name, to_followers, arguments, {}, call_secs, is_internal=True)
+        name: agent.caller.call_async(name, to_followers, arguments, {}, call_secs, is_internal=True)
         for name in sorted(gathering.names - {agent.info.name})
     }
     errors: dict[str, Exception] = {}
@@ -178,7 +178,9 @@ def _spread_failure(agent: Agent, sequence_id: str, names: set[str], error: Base
     text, ranks = str(error), getattr(error, "ranks", ())
     for name in names:
         if agent.directory.find(name).lost is None:
-            agent.call_async(name, fail_gathering, (sequence_id, text, ranks), {}, 1.0, is_internal=True)
+            agent.caller.call_async(
+                name, fail_gathering, (sequence_id, text, ranks), {}, 1.0, is_internal=True
+            )
 
 
 def fail_gathering(sequence_id: str, text: str, ranks: tuple[int, ...]) -> None:

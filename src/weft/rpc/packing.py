@@ -45,6 +45,7 @@ class Packed:
     body: bytes
     buffers: list[memoryview]
     cargo: Cargo
+    tensors: Any = None  # their descriptors
 
 
 @dataclass(slots=True)
@@ -106,12 +107,19 @@ class Packer:
             descriptors, buffers = self._post.pack(pickled.tensors, route) if pickled.tensors else (None, [])
             index = pickle.dumps((descriptors, cargo.forks), 5)
             prefix = _PREFIX.pack(len(index), len(pickled.buffers))
-            return Packed(b"".join((prefix, index, pickled.body)), [*pickled.buffers, *buffers], cargo)
+            body = b"".join((prefix, index, pickled.body))
+            return Packed(body, [*pickled.buffers, *buffers], cargo, descriptors)
         except BaseException:
             self._undo(cargo)
             raise
         finally:
             under_way.cargo = outer
+
+    def withdraw(self, packed: Packed) -> None:
+        """Take back what a message lent and registered, since it is not sent."""
+        self._undo(packed.cargo)
+        if packed.tensors is not None:
+            self._post.withdraw(packed.tensors)
 
     def unpack(self, body: bytes | memoryview, buffers: Sequence[bytes | memoryview], route: Route) -> Any:
         """The object that a peer packed. Raises what its classes raise, and RefusedError for what is not

@@ -34,13 +34,13 @@ def _invoke(rref: RRef[Any], how: str, timeout: float, name: str, /, *args: Any,
     rref.check_usable(how)
     payload = (rref, name, args, kwargs)
     if how == "rpc_sync":
-        return rref.agent.call_sync(rref.owner(), call_method, payload, {}, timeout)
+        return rref.agent.caller.call_sync(rref.owner(), call_method, payload, {}, timeout)
     if how == "rpc_async":
-        return rref.agent.call_async(rref.owner(), call_method, payload, {}, timeout)
+        return rref.agent.caller.call_async(rref.owner(), call_method, payload, {}, timeout)
     # A mistake in the name would only show when the result is used: it is looked for first.
     method = getattr(rref._get_type(timeout=timeout), name)
     run = call_async_method if is_async(method) else call_plain_method
-    return rref.agent.call_remote(rref.owner(), run, payload, {}, timeout)
+    return rref.agent.caller.call_remote(rref.owner(), run, payload, {}, timeout)
 
 
 @async_execution
@@ -79,7 +79,7 @@ def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
         future.set_result(type(rref.local_value()))
         return future
     rref.check_usable("_get_type()")
-    return rref.agent.call_async(rref.owner(), _rref_typeof_on_owner, (rref,), {}, timeout)
+    return rref.agent.caller.call_async(rref.owner(), _rref_typeof_on_owner, (rref,), {}, timeout)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any]) -> type[Any]:
@@ -103,7 +103,7 @@ def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
                 "User RRefs require 'dist_autograd_ctx_id' to be specified: gradients on another worker go "
                 "into a context of distributed autograd."
             )
-        rref.agent.call_sync(rref.owner(), run_backward, (rref, context_id, retain_graph), {}, -1.0)
+        rref.agent.caller.call_sync(rref.owner(), run_backward, (rref, context_id, retain_graph), {}, -1.0)
         return
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):

@@ -144,7 +144,7 @@ class RRef(Generic[T]):
         if self.owned is not None:
             return self.owned.wait(self.agent.resolve_timeout(timeout), self.agent.pool.blocking)
         self.check_usable("to_here()")
-        return cast(T, self.agent.fetch(self, timeout))
+        return cast(T, self.agent.caller.fetch(self, timeout))
 
     def local_value(self) -> T:
         """The value, on its owner."""

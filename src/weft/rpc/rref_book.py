@@ -45,6 +45,7 @@ class RRefBook:
         self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
         self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
+        self._lost: set[int] = set()
         self._users: dict[GlobalId, weakref.ref[RRef[Any]]] = {}
 
     def new_id(self) -> GlobalId:
@@ -55,11 +56,24 @@ class RRefBook:
 
     def create(self, rref_id: GlobalId, fork_id: GlobalId | None, holder_id: int) -> OwnedValue:
         """Own a value that is to be made, for a holder; it is kept for itself where there is no fork."""
-        owned = OwnedValue(rref_id)
-        if fork_id is not None:
-            owned.holders[fork_id] = holder_id
         with self._lock:
-            return self._owned.setdefault(rref_id, owned)
+            owned = self._owned.setdefault(rref_id, OwnedValue(rref_id))
+            owned.is_promised = False
+            if fork_id is not None:
+                owned.holders[fork_id] = holder_id
+            return owned
+
+    def _find_or_promise(self, rref_id: GlobalId) -> OwnedValue | None:
+        """A value of this worker's; None when it is gone. The lock is held.
+
+        The call that makes it comes from its creator; an RRef to it may come from a third worker, and be
+        faster.
+        """
+        owned = self._owned.get(rref_id)
+        if owned is None and rref_id.created_on not in (self._own_id, *self._lost):
+            owned = self._owned[rref_id] = OwnedValue(rref_id)
+            owned.is_promised = True
+        return owned
 
     def find(self, rref_id: GlobalId) -> OwnedValue | None:
         """A value that others hold."""
@@ -105,7 +119,7 @@ class RRefBook:
         if owner_id == self._own_id:
             with self._lock:
                 pin = self._pins.get(GlobalId(*fork_id)) if sender_id == self._own_id else None
-                owned = pin[0].owned if pin is not None else self._owned.get(GlobalId(*rref_id))
+                owned = pin[0].owned if pin is not None else self._find_or_promise(GlobalId(*rref_id))
             if owned is None:
                 raise PeerError(
                     f"OwnerRRef({GlobalId(*rref_id)}): the value is gone: worker {sender_id}, which sent it "
@@ -181,7 +195,7 @@ class RRefBook:
     def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """A worker has an RRef to a value of this one, from a third."""
         with self._lock:
-            owned = self._owned.get(rref_id)
+            owned = self._find_or_promise(rref_id)
             if owned is not None:
                 owned.holders[fork_id] = sender_id
         self._tell(sender_id, ("forked", fork_id, owned is not None))
@@ -206,6 +220,8 @@ class RRefBook:
     def on_lost(self, peer_id: int) -> None:
         """A worker is gone, with all that it held."""
         with self._lock:
+            self._lost.add(peer_id)
+            promised = [owned for owned in self._owned.values() if owned.is_promised]
             dead = [pin for pin, (_, dest_id) in self._pins.items() if dest_id == peer_id]
             pinned = [self._pins.pop(fork_id) for fork_id in dead]
             released = [owned for owned in self._owned.values() if peer_id in owned.holders.values()]
@@ -214,6 +230,10 @@ class RRefBook:
                 if not owned.holders:
                     del self._owned[owned.id]
         del pinned, released
+        for owned in promised:
+            if owned.id.created_on == peer_id:
+                why = f"worker {peer_id}, which was to have it made, died before it did."
+                owned.set(error=PeerError(f"OwnerRRef({owned.id}): there is no value: {why}", [peer_id]))
         for fork_id, (owner_id, parent_id, _) in list(self._unconfirmed.items()):
             if owner_id == peer_id and self._unconfirmed.pop(fork_id, None) is not None:
                 self._accept(parent_id, fork_id)

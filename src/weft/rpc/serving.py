@@ -231,7 +231,7 @@ class Server:
             agent.send(agent.peers[message.sender], kind, message.call_id, packed.body, packed.buffers)
         except Exception:
             # It is gone, or this worker ends: nobody is there to be told.
-            agent.book.undo(packed.cargo)
+            agent.packer.withdraw(packed)
             logger.debug("an answer to worker %s was not sent", message.sender, exc_info=True)
 
     def _discard(self, message: Message) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ from weft.rpc.sparse import is_dense, put_together, take_apart
 from weft.rpc.wire import INLINE_BYTES, WireError
 from weft.tensors import contiguous_strides
 
-SHARED_BYTES = (
-    64 * 1024
-)  # from about here on a block costs less than to copy the bytes along with the message
+# From about here on a block costs less than to copy the bytes along with the message.
+SHARED_BYTES = 64 * 1024
 _SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
 
 _ON_DEVICE = "device"  # in front of a block that is a GPU's
@@ -58,14 +57,16 @@ class Route:
     is_answer: bool = False  # for the words of errors
 
 
-@dataclass(slots=True)
 class _Parcel:
     """The tensors of one message, while they are packed."""
 
-    route: Route
-    buffers: list[memoryview] = field(default_factory=list[memoryview])
-    lent: list[tuple[Arena, Place]] = field(default_factory=list[tuple[Arena, Place]])
-    devices: set[torch.device] = field(default_factory=set[torch.device])  # with copies under way
+    __slots__ = ("buffers", "devices", "lent", "route")
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.buffers: list[memoryview] = []
+        self.lent: list[tuple[Arena, Place]] = []
+        self.devices: set[torch.device] = set()  # with copies under way
 
     def finish_copies(self) -> None:
         """Wait for the streams: what they still write, the peer could read too early."""

@@ -1,0 +1,152 @@
+"""Calls to other workers: packed, sent, and waited for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import PeerError, PeerTimeoutError
+from weft.rpc.calls import AsyncCall, Call, CallFuture, SyncCall
+from weft.rpc.directory import Destination
+from weft.rpc.notices import REMOTE_IDS, write_notice
+from weft.rpc.peers import Peer
+from weft.rpc.rref import RRef
+from weft.rpc.wire import Kind
+
+if TYPE_CHECKING:
+    from weft.rpc.agent import Agent
+
+
+class Caller:
+    """Makes the calls of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def call_sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+    ) -> Any:
+        """Call a function on a worker and wait for what it returns or raises."""
+        peer = self._agent.directory.find(to)
+        call = SyncCall(peer.info, f"rpc_sync of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        if peer.lost is not None:
+            raise peer.gone_error(call.what)
+        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
+        return self._wait(call)
+
+    def call_async(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        *,
+        is_internal: bool = False,
+    ) -> CallFuture:
+        """Call a function on a worker; a future of what it returns or raises."""
+        peer = self._agent.directory.find(to)
+        call = self._future_call(peer, f"rpc_async of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        call.is_internal = is_internal
+        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
+        return call.future
+
+    def call_remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+    ) -> RRef[Any]:
+        """Call a function on a worker; an RRef to what it returns."""
+        peer = self._agent.directory.find(to)
+        rref_id, fork_id = self._agent.book.new_id(), self._agent.book.new_id()
+        call = self._future_call(peer, f"remote of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        if peer.info.id == self._agent.info.id:
+            rref = RRef.of_owned(self._agent, self._agent.book.create(rref_id, None, peer.info.id))
+        else:
+            rref = RRef.of_other(self._agent, peer.info, rref_id, fork_id)
+            self._agent.book.add_user(rref)
+        rref.created_by(call.future, call.deadline)
+        ids = REMOTE_IDS.pack(rref_id.local_id, fork_id.local_id)
+        try:
+            self._launch(peer, call, Kind.REMOTE, (func, args, kwargs), ids)
+        except BaseException:
+            if rref.owned is not None:
+                self._agent.book.release_unheld(rref.owned)
+            raise
+        return rref
+
+    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+        """A copy of the value of another worker's RRef."""
+        peer = self._agent.directory.find(rref.owner().id)
+        call = SyncCall(
+            peer.info, f"to_here of {rref}", rref.limit_wait(self._agent.resolve_timeout(timeout))
+        )
+        if peer.lost is not None:
+            raise peer.gone_error(call.what)
+        self._enter(peer, call)
+        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id)), [])
+        try:
+            return self._wait(call)
+        except PeerTimeoutError:
+            rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
+            raise
+
+    def _future_call(self, peer: Peer, what: str, timeout_secs: float) -> AsyncCall:
+        return AsyncCall(
+            peer.info, what, timeout_secs, CallFuture(self._agent.pool.blocking), self._agent.open_answer
+        )
+
+    def _enter(self, peer: Peer, call: Call) -> None:
+        if not call.is_internal:
+            peer.enter(self._agent.options.max_in_flight, call.timeout_secs, call.what)
+
+    def _launch(self, peer: Peer, call: Call, kind: Kind, payload: tuple[Any, ...], ids: bytes = b"") -> None:
+        """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
+        self._enter(peer, call)
+        try:
+            packed = self._agent.packer.pack(payload, peer.calling)
+        except BaseException:
+            if not call.is_internal:
+                peer.leave()
+            raise
+        body = ids + packed.body if ids else packed.body
+        if not self._post_call(peer, call, kind, body, packed.buffers):
+            self._agent.packer.withdraw(packed)
+
+    def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
+        """Send a call that is packed; False when it was answered with an error instead."""
+        self._agent.calls.add(call)
+        try:
+            # The peer may be found dead at any time: from now on that answers the call.
+            self._agent.send(peer, kind, call.id, body, buffers)
+        except PeerError:
+            self._agent.give_answer(call.id, peer.gone_error(call.what) if peer.lost else sys.exc_info()[1])
+            return False
+        if peer.lost is not None:
+            self._agent.give_answer(call.id, peer.lost_error(call.what))
+        if call.deadline is not None:
+            self._agent.clock.note(call.deadline)
+        return True
+
+    def _wait(self, call: SyncCall) -> Any:
+        if not self._agent.pool.wait_for(call) and self._agent.take(call.id) is not None:
+            raise call.timeout_error()
+        if call.reply is None:  # somebody took it to answer it just as its time was over
+            call.wait()
+        assert call.reply is not None
+        return self._agent.open_answer(call.reply)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
