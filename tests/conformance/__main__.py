@@ -13,7 +13,7 @@ from tests.conformance.runner import CASE_TIMEOUT_SECS, SLOW_CASE_TIMEOUT_SECS, 
 from tests.conformance.source import list_cases
 from tests.conformance.suites import SUITES, Suite
 
-WORDS = {"passes": "passes", "fails": "fails", "skipped": "not run"}
+WORDS = {"passes": "passes", "fails": "fails", "skipped": "not run", "unable": "unable"}
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
     width = max((len(case.name) for case in cases), default=0)
     counts = dict.fromkeys(WORDS, 0)
     surprises: list[str] = []
-    print(f"{suite.module}.{suite.tests} on {options.target}, torch {torch.__version__}")
+    print(f"{suite.name} on {options.target}, torch {torch.__version__}")
     with Runner(suite, options.target) as runner:
         for case in cases:
             limit_secs = SLOW_CASE_TIMEOUT_SECS if case.name in slow else CASE_TIMEOUT_SECS
@@ -75,7 +75,7 @@ def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
 
 def describe(expectations: Expectations, test: str, outcome: Outcome) -> str:
     """Why it is so: the list's reason, or what was seen where the list does not speak of it."""
-    if expectations.surprise(test, outcome) is None:
+    if outcome.status != "unable" and expectations.surprise(test, outcome) is None:
         return expectations.expected(test).reason
     return outcome.error
 

@@ -54,6 +54,8 @@ class Expectations:
 
     def surprise(self, test: str, outcome: Outcome) -> str | None:
         """What is wrong with the list, or with weft, if the test came to this; None if it was to be so."""
+        if outcome.status == "unable":
+            return None
         expected = self.expected(test)
         if outcome.status != expected.status:
             because = f" (the list says: {expected.reason})" if expected.reason else ""

@@ -1,4 +1,4 @@
-"""Load one of torch's test modules with the CPU in the GPU's place.
+"""Load one of torch's test modules, with the CPU in the GPU's place where a suite says so.
 
 Many tests need a GPU only by name: `model.cuda(rank)`, `device="cuda"`, `device_ids=[rank]`. Their text is
 rewritten as it is loaded, so that torch itself, and weft, see a machine as it is. Lines stay where they are:
@@ -14,6 +14,8 @@ import re
 import sys
 import types
 from contextlib import nullcontext
+from functools import cache
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -28,23 +30,30 @@ MOVE = "_on_cpu"
 FAKE_CUDA = "_cuda_on_cpu"
 
 
-def load_moved(name: str) -> types.ModuleType:
-    """Import the module `name`, moved to the CPU. It must not have been imported yet."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, f"conformance: no module {name}"
-    assert spec.origin is not None, f"conformance: the module {name} has no file"
-    assert name not in sys.modules, f"conformance: the module {name} was imported before it could be moved"
-    with open(spec.origin) as file:
-        tree = move_to_cpu(ast.parse(file.read(), spec.origin))
+def load_fresh(name: str, is_moved: bool) -> types.ModuleType:
+    """Import the module `name`, moved to the CPU or as it is, and anew: with globals nobody has touched."""
+    spec, code = _compile(name, is_moved)
     module = importlib.util.module_from_spec(spec)
     module.__dict__[MOVE] = on_cpu
     module.__dict__[FAKE_CUDA] = CudaOnCpu()
     sys.modules[name] = module
-    exec(compile(tree, spec.origin, "exec", dont_inherit=True), module.__dict__)
+    exec(code, module.__dict__)
     # It counts GPUs where it is defined, in a module that stays as it is.
-    if hasattr(module, "init_multigpu_helper"):
+    if is_moved and hasattr(module, "init_multigpu_helper"):
         module.__dict__["init_multigpu_helper"] = one_device_for_each_rank
     return module
+
+
+@cache
+def _compile(name: str, is_moved: bool) -> tuple[ModuleSpec, types.CodeType]:
+    assert name not in sys.modules, f"conformance: {name} was imported before its names could be replaced"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"conformance: no module {name}"
+    assert spec.origin is not None, f"conformance: the module {name} has no file"
+    with open(spec.origin) as file:
+        tree = ast.parse(file.read(), spec.origin)
+    tree = move_to_cpu(tree) if is_moved else tree
+    return spec, compile(tree, spec.origin, "exec", dont_inherit=True)
 
 
 def move_to_cpu(tree: ast.Module) -> ast.Module:

@@ -1,7 +1,7 @@
 """One rank's side: run the body of one of torch's tests, in a process that serves many of them.
 
-torch starts its ranks anew for each test. Here they come from a pool with the default group already made, and
-what a test may leave behind (environment variables, the debug level, the generators' state) is put back.
+torch starts its ranks anew for each test. Here they come from a pool, and what a test may leave behind (its
+module's globals, environment variables, the debug level, an RPC agent) is put back.
 """
 
 from __future__ import annotations
@@ -9,60 +9,59 @@ from __future__ import annotations
 import importlib
 import os
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.conformance.moved import load_moved
+from tests.conformance.moved import load_fresh
 from tests.conformance.replaced import install_weft
-from tests.conformance.suites import Suite
+from tests.conformance.suites import ShippedTests, Suite
 
-_loaded: dict[str, Any] = {}
+# What a pool, like torchrun, tells a rank. Where torch's tests make their own groups they know none of it.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_prepared_for: list[str] = []
 
 
-def run_case(suite: Suite, target: str, test: str, folder: str) -> str | None:
+def run_case(suite: Suite, target: str, tests: ShippedTests, test: str, folder: str) -> str | None:
     """Run a test on this rank. Returns why it was skipped, if it was; raises what it raises."""
-    case = load_class(suite, target, folder)(test)
-    rank = dist.get_rank()
-    case.rank = rank
+    prepare_process(suite, target, folder)
+    case = load_class(suite, tests)(test)
+    case.rank = dist.get_rank()
     case.file_name = os.path.join(folder, f"{test}.store")
-    case._barrier = make_barrier()
-    environment = dict(os.environ)
     torch.manual_seed(1234)
     body = getattr(case, test)
-    try:
-        if getattr(body, "__unittest_skip__", False):
-            return body.__unittest_skip_why__
-        body()
-    except unittest.SkipTest as skip:
-        return str(skip)
-    except SystemExit as stop:
-        # torch's decorators leave a rank this way; the code says which of them it was.
-        return {skip.exit_code: skip.message for skip in _skips().values()}[stop.code]
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        dist.set_debug_level_from_env()
-        torch.set_default_dtype(torch.float32)
+    with restored_process(), nullcontext() if suite.has_group else outside_of_groups():
+        if suite.has_group:
+            case._barrier = make_barrier()
+        try:
+            if getattr(body, "__unittest_skip__", False):
+                return body.__unittest_skip_why__
+            body()
+        except unittest.SkipTest as skip:
+            return str(skip)
+        except SystemExit as stop:
+            # torch's decorators leave a rank this way; the code says which of them it was.
+            return {skip.exit_code: skip.message for skip in _skips().values()}[stop.code]
     return None
 
 
 def list_tests(suite: Suite, target: str, folder: str) -> list[str]:
-    """The tests that the class really has."""
-    return unittest.TestLoader().getTestCaseNames(load_class(suite, target, folder))  # type: ignore[arg-type]
+    """The tests that the suite's classes really have."""
+    prepare_process(suite, target, folder)
+    find = unittest.TestLoader().getTestCaseNames
+    return [test for tests in suite.classes for test in find(load_class(suite, tests))]
 
 
-def load_class(suite: Suite, target: str, folder: str) -> Any:
-    """The suite's class of tests. The first call makes this process one that runs them, for good."""
-    if suite.name not in _loaded:
-        _loaded[suite.name] = _load_class(suite, target, folder)
-    return _loaded[suite.name]
-
-
-def _load_class(suite: Suite, target: str, folder: str) -> Any:
+def prepare_process(suite: Suite, target: str, folder: str) -> None:
+    """Make this process one that runs the suite's tests, for good."""
+    if _prepared_for:
+        assert _prepared_for == [suite.name], f"a rank of {_prepared_for[0]} was asked to run {suite.name}"
+        return
     # What the tests print would drown the table.
     log = os.open(os.path.join(folder, f"{os.getpid()}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -73,11 +72,36 @@ def _load_class(suite: Suite, target: str, folder: str) -> Any:
     )
     if target == "weft":
         install_weft(suite)
-    module = load_moved(suite.module)
-    tests: Any = module
-    for part in suite.tests.split("."):
-        tests = getattr(tests, part)
-    return type(tests.__name__, (getattr(module, suite.fixture), tests), {})
+    _prepared_for.append(suite.name)
+
+
+def load_class(suite: Suite, tests: ShippedTests) -> Any:
+    """A class of tests that can be run, from a fresh module."""
+    module = load_fresh(tests.module, suite.is_moved)
+    found: Any = module
+    for part in tests.name.split("."):
+        found = getattr(found, part)
+    bases = [found]
+    for fixture in tests.fixtures:
+        home, name = fixture.split(":")
+        bases.append(getattr(module if home == tests.module else importlib.import_module(home), name))
+    made = type(f"{found.__name__}OnRanks", tuple(bases), {"__module__": module.__name__})
+    # Its methods are sent to other ranks, which look the class up by its name.
+    setattr(module, made.__name__, made)
+    return made
+
+
+@contextmanager
+def restored_process() -> Generator[None]:
+    """Put back, at the end, what a test may have set in the whole process."""
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        dist.set_debug_level_from_env()
+        torch.set_default_dtype(torch.float32)
 
 
 def make_barrier() -> Callable[..., None]:
@@ -94,6 +118,29 @@ def make_barrier() -> Callable[..., None]:
         store.wait([f"conformance/all/{num_calls}"])
 
     return barrier
+
+
+@contextmanager
+def outside_of_groups() -> Generator[None]:
+    """Be a process that belongs to nothing yet. End the RPC agent that is there at the end.
+
+    A test may leave one behind, or have failed while others wait for this rank.
+    """
+    rpc = importlib.import_module("torch.distributed.rpc")
+    backends = rpc.backend_registry.BackendType
+    make_barrier()()  # who leaves early breaks the group for those who are still joining it
+    dist.destroy_process_group()
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        rpc.backend_registry.BackendType = backends
+        try:
+            rpc.shutdown(graceful=False)
+        except RuntimeError as error:
+            if "has not been initialized" not in str(error):
+                raise
 
 
 def _skips() -> dict[str, Any]:

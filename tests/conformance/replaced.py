@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import types
 from typing import Any, NoReturn
 
@@ -15,14 +16,18 @@ class TorchEngineUsed(RuntimeError):
 
 def install_weft(suite: Suite) -> None:
     """Replace all that the suite replaces. Import torch's tests after it: they copy names."""
-    # Resolved first: a name of torch's may be both replaced and forbidden.
+    # Resolved first: a name of torch's may be both replaced and forbidden, and what imports a module that
+    # will be swapped must find torch's own.
     forbidden = [(name, *find_holder(name)) for name in suite.forbidden]
-    for torch_module, weft_module in suite.modules.items():
-        replace_module(importlib.import_module(torch_module), import_or_none(weft_module))
+    swapped = [(importlib.import_module(name), weft_name) for name, weft_name in suite.swapped.items()]
+    for name, weft_name in suite.modules.items():
+        replace_module(importlib.import_module(name), import_or_none(weft_name))
     for torch_name, weft_name in suite.names.items():
         holder, attribute = find_holder(torch_name)
         module, weft_attribute = weft_name.split(":")
         setattr(holder, attribute, getattr(import_or_none(module), weft_attribute, stub(torch_name)))
+    for torch_module, weft_module in swapped:
+        swap_module(torch_module, importlib.import_module(weft_module))
     for name, holder, attribute in forbidden:
         setattr(holder, attribute, refusal(name))
 
@@ -32,6 +37,25 @@ def replace_module(torch_module: types.ModuleType, weft_module: types.ModuleType
     for name in public_names(torch_module):
         replacement = getattr(weft_module, name, stub(f"{torch_module.__name__}:{name}"))
         setattr(torch_module, name, replacement)
+
+
+def swap_module(torch_module: types.ModuleType, weft_module: types.ModuleType) -> None:
+    """Put weft's module itself in the place of torch's, with stubs for what it lacks.
+
+    Modules below torch's that weft has no counterpart of stay torch's.
+    """
+    package = torch_module.__name__
+    for name, value in vars(torch_module).items():
+        if hasattr(weft_module, name):
+            continue
+        home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", "")
+        if isinstance(value, types.ModuleType) and home.startswith(f"{package}."):
+            setattr(weft_module, name, value)
+        elif home and home.startswith((package, "torch._C._distributed_rpc")):
+            setattr(weft_module, name, stub(f"{package}:{name}"))
+    parent, _, name = package.rpartition(".")
+    setattr(sys.modules[parent], name, weft_module)
+    sys.modules[package] = weft_module
 
 
 def public_names(module: types.ModuleType) -> list[str]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+import torch
+
 from tests.conformance.rank import list_tests, run_case
 from tests.conformance.source import Case
 from tests.conformance.suites import Suite
@@ -26,9 +28,12 @@ SLOW_CASE_TIMEOUT_SECS = 1800.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: `error` says in a line what went wrong, `report` has every rank's traceback."""
+    """What came of a case: `error` says in a line what went wrong, `report` has every rank's traceback.
 
-    status: Literal["passes", "fails", "skipped"]
+    "skipped" says that torch skips it, "unable" that this machine can't run it.
+    """
+
+    status: Literal["passes", "fails", "skipped", "unable"]
     secs: float = 0.0
     error: str = ""
     report: str = ""
@@ -44,13 +49,15 @@ class Runner:
         self._pools: dict[int, RankPool] = {}
 
     def run(self, case: Case, timeout_secs: float = CASE_TIMEOUT_SECS) -> Outcome:
-        """Run one case on as many ranks as it needs."""
+        """Run one case on as many ranks as it needs, if there are the GPUs that it needs."""
+        if case.num_gpus > torch.cuda.device_count():
+            return Outcome("unable", error=f"GPUs needed: {case.num_gpus}")
         pool = self._pool(case.num_ranks)
         start = time.monotonic()
         try:
             results = pool.run(
                 run_case,
-                args=(self._suite, self._target, case.name, self._folder),
+                args=(self._suite, self._target, case.tests, case.name, self._folder),
                 backend=self._suite.backend,
                 timeout=timeout_secs,
                 collective_timeout=COLLECTIVE_TIMEOUT_SECS,
@@ -66,8 +73,8 @@ class Runner:
         return Outcome("skipped", secs, error=skipped[0]) if skipped else Outcome("passes", secs)
 
     def list_tests(self) -> list[str]:
-        """The tests that the suite's class has in this torch."""
-        pool = self._pool(self._suite.num_ranks)
+        """The tests that the suite's classes have in this torch."""
+        pool = self._pool(self._suite.classes[0].num_ranks)
         return pool.run(list_tests, args=(self._suite, self._target, self._folder), timeout=120.0)[0]
 
     def close(self) -> None:
@@ -87,11 +94,16 @@ class Runner:
 
     def _pool(self, num_ranks: int) -> RankPool:
         pool = self._pools.get(num_ranks)
-        if pool is None or not pool.is_usable:
+        if pool is None or not pool.is_usable or self._is_torch_rpc:
             if pool is not None:
                 pool.close()
             pool = self._pools[num_ranks] = RankPool(num_ranks)
         return pool
+
+    @property
+    def _is_torch_rpc(self) -> bool:
+        """Whether ranks serve one test only: torch's RPC can't be started a second time in a process."""
+        return self._target == "torch" and not self._suite.has_group
 
 
 def headline(error: LaunchError) -> str:

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.conformance.suites import Suite
+from tests.conformance.suites import ShippedTests, Suite
 
-# Decorators whose first argument is a number of ranks, or of GPUs with one rank on each.
-COUNTING_DECORATORS = {
-    "nccl_skip_if_lt_x_gpu",
-    "require_exact_world_size",
-    "require_world_size",
-    "skip_if_lt_x_gpu",
-}
+# Decorators that ask for a number of ranks, and for a number of GPUs.
+RANK_DECORATORS = {"require_exact_world_size", "require_world_size"}
+GPU_DECORATORS = {"nccl_skip_if_lt_x_gpu", "skip_if_lt_x_gpu"}
 
 
 @dataclass(frozen=True)
@@ -29,23 +25,39 @@ class Case:
     """One test of a suite."""
 
     suite: Suite
+    tests: ShippedTests
     name: str
     num_ranks: int
+    num_gpus: int = 0
+    """Without as many it can't be run."""
 
 
 @cache
 def list_cases(suite: Suite) -> list[Case]:
-    """The tests that concern the suite, in the order of the file."""
-    tree = read_tree(suite.module)
-    replaced = find_replaced_names(suite, tree)
-    body = find_class(tree, suite.tests).body
-    used = {function.name: names_in(function) for function in _functions(body)}
-    used |= {node.name: names_in(node) for node in tree.body if isinstance(node, _DEFINITIONS)}
-    return [
-        Case(suite, function.name, max([suite.num_ranks, *asked_ranks(function)]))
-        for function in _functions(body)
-        if function.name.startswith("test_") and reach(function.name, used) & replaced
-    ]
+    """The tests that concern the suite, in the order of the files. No two have one name."""
+    cases = [case for tests in suite.classes for case in _cases_of_class(suite, tests)]
+    assert len({case.name for case in cases}) == len(cases), f"two tests of {suite.name} have one name"
+    return cases
+
+
+def _cases_of_class(suite: Suite, tests: ShippedTests) -> list[Case]:
+    tree = read_tree(tests.module)
+    body = find_class(tree, tests.name).body
+    functions = [function for function in _functions(body) if function.name.startswith("test_")]
+    if not suite.takes_all:
+        replaced = find_replaced_names(suite, tree)
+        used = {function.name: names_in(function) for function in _functions(body)}
+        used |= {node.name: names_in(node) for node in tree.body if isinstance(node, _DEFINITIONS)}
+        functions = [function for function in functions if reach(function.name, used) & replaced]
+    return [_case(suite, tests, function) for function in functions]
+
+
+def _case(suite: Suite, tests: ShippedTests, function: ast.FunctionDef) -> Case:
+    num_ranks = max([tests.num_ranks, *asked_numbers(function, RANK_DECORATORS)])
+    num_gpus = max([0, *asked_numbers(function, GPU_DECORATORS)])
+    if suite.is_moved:  # a GPU is a rank on the CPU
+        return Case(suite, tests, function.name, max(num_ranks, num_gpus))
+    return Case(suite, tests, function.name, num_ranks, num_gpus)
 
 
 def read_tree(module: str) -> ast.Module:
@@ -113,10 +125,10 @@ def reach(start: str, used: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def asked_ranks(function: ast.FunctionDef) -> Iterable[int]:
-    """The numbers of ranks, or of GPUs, that the test's decorators ask for."""
+def asked_numbers(function: ast.FunctionDef, decorators: set[str]) -> Iterable[int]:
+    """The numbers that a test's decorators of these names ask for."""
     for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and decorator_name(decorator) in COUNTING_DECORATORS:
+        if isinstance(decorator, ast.Call) and decorator_name(decorator) in decorators:
             for argument in decorator.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
                     yield argument.value

@@ -1,7 +1,7 @@
 """The suites: which of torch's shipped test classes run here, and what stands in torch's place.
 
-A suite is a test class that comes with torch, a table of names, and a list of expectations in a file of
-its name (`ddp.toml`). Running one is runner.py's work. A feature adds a suite here and the file beside it.
+A suite is test classes that come with torch, a table of names, and a list of expectations in a file of its
+name (`ddp.toml`). Running one is runner.py's work. A feature adds a suite here and the file beside it.
 """
 
 from __future__ import annotations
@@ -13,27 +13,42 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+@dataclass(frozen=True)
+class ShippedTests:
+    """One of torch's test classes."""
+
+    module: str
+    name: str
+    """Dotted where the class is nested."""
+    fixtures: tuple[str, ...]
+    """The classes that it is mixed with ("module:class"); they bring unittest's methods."""
+    num_ranks: int = 2
+    """Unless a test's own decorators ask for more."""
+
+
 @dataclass(frozen=True, eq=False)
 class Suite:
-    """One of torch's test classes and how weft gets under it.
+    """Test classes of torch's and how weft gets under them.
 
     `names` replaces single attributes ("module:attribute" of torch, the same of weft). `modules` replaces
-    every public name of a module of torch's by the one that weft's module has; one that weft lacks becomes
-    a stub that raises. `forbidden` raises in every process, so that nothing passes on torch's own engine.
+    every public name of a module of torch's by the one that weft's module has; `swapped` puts weft's module
+    itself in its place, for tests that patch it. A name that weft lacks becomes a stub that raises.
+    `forbidden` raises in every process, so that nothing passes on torch's own engine.
     """
 
     name: str
-    module: str
-    tests: str
-    """The class that holds the tests, dotted where it is nested."""
-    fixture: str
-    """The class that it is mixed with; it brings unittest's methods."""
+    classes: tuple[ShippedTests, ...]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    swapped: Mapping[str, str] = field(default_factory=dict[str, str])
     forbidden: tuple[str, ...] = ()
     backend: str = "gloo"
-    num_ranks: int = 2
-    """Unless a test's own decorators ask for more."""
+    has_group: bool = True
+    """Whether a test finds the default group made, or makes its own."""
+    is_moved: bool = True
+    """Whether the CPU stands in the GPU's place. If not, what needs a GPU is skipped without one."""
+    takes_all: bool = False
+    """Whether every test of its classes concerns it, or only those that reach a replaced name."""
 
     @property
     def expectations(self) -> Path:
@@ -41,14 +56,19 @@ class Suite:
         return HERE / f"{self.name}.toml"
 
 
+_TESTS = "torch.testing._internal"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _AVERAGING = "torch.distributed.algorithms.model_averaging"
 
 DDP = Suite(
     name="ddp",
-    module="torch.testing._internal.distributed.distributed_test",
-    tests="DistributedTest._DistTestBase",
-    fixture="TestDistBackend",
+    classes=(
+        ShippedTests(
+            f"{_TESTS}.distributed.distributed_test",
+            "DistributedTest._DistTestBase",
+            fixtures=(f"{_TESTS}.distributed.distributed_test:TestDistBackend",),
+        ),
+    ),
     names={
         "torch.nn.parallel:DistributedDataParallel": "weft:DistributedDataParallel",
         "torch.nn.parallel.distributed:DistributedDataParallel": "weft:DistributedDataParallel",
@@ -82,4 +102,64 @@ DDP = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (DDP,)}
+_RPC_TESTS = f"{_TESTS}.distributed.rpc"
+_REMOTE_MODULE_TESTS = f"{_TESTS}.distributed.nn.api.remote_module_test"
+_REMOTE_MODULE = "torch.distributed.nn.api.remote_module"
+_WORKER = (
+    f"{_RPC_TESTS}.tensorpipe_rpc_agent_test_fixture:TensorPipeRpcAgentTestFixture",
+    f"{_TESTS}.common_distributed:MultiProcessTestCase",
+)
+_FAULTY_WORKER = (
+    f"{_RPC_TESTS}.faulty_rpc_agent_test_fixture:FaultyRpcAgentTestFixture",
+    f"{_TESTS}.common_distributed:MultiProcessTestCase",
+)
+
+RPC = Suite(
+    name="rpc",
+    classes=(
+        ShippedTests(f"{_RPC_TESTS}.rpc_test", "RpcTest", _WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.rpc_test", "TensorPipeAgentRpcTest", _WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.rpc_test", "CudaRpcTest", _WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.rpc_test", "TensorPipeAgentCudaRpcTest", _WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.faulty_agent_rpc_test", "FaultyAgentRpcTest", _FAULTY_WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.examples.parameter_server_test", "ParameterServerTest", _WORKER, 4),
+        ShippedTests(
+            f"{_RPC_TESTS}.examples.reinforcement_learning_rpc_test",
+            "ReinforcementLearningRpcTest",
+            _WORKER,
+            4,
+        ),
+        ShippedTests(_REMOTE_MODULE_TESTS, "RemoteModuleTest", _WORKER, 2),
+        ShippedTests(_REMOTE_MODULE_TESTS, "ThreeWorkersRemoteModuleTest", _WORKER, 3),
+        ShippedTests(_REMOTE_MODULE_TESTS, "CudaRemoteModuleTest", _WORKER, 2),
+    ),
+    names={
+        "torch.nn.parallel:DistributedDataParallel": "weft:DistributedDataParallel",
+        "torch.distributed.nn:RemoteModule": "weft:RemoteModule",
+        f"{_REMOTE_MODULE}:RemoteModule": "weft:RemoteModule",
+    },
+    modules={"torch.distributed.autograd": "weft.dist_autograd"},
+    swapped={
+        "torch.distributed.rpc": "weft.rpc",
+        "torch.distributed.rpc.api": "weft.rpc.api",
+        "torch.distributed.rpc.backend_registry": "weft.rpc.backend_registry",
+        "torch.distributed.rpc.constants": "weft.rpc.constants",
+        "torch.distributed.rpc.functions": "weft.rpc.functions",
+        "torch.distributed.rpc._testing": "tests.conformance.faulty",
+    },
+    forbidden=(
+        "torch.distributed.rpc:TensorPipeAgent",
+        "torch._C._distributed_rpc:TensorPipeAgent",
+        "torch.distributed.rpc.api:_invoke_rpc_builtin",
+        "torch.distributed.rpc.api:_invoke_rpc_python_udf",
+        "torch.distributed.rpc.api:_invoke_remote_builtin",
+        "torch.distributed.rpc.api:_invoke_remote_python_udf",
+        "torch.distributed.rpc.internal:_build_rpc_profiling_key",
+        f"{_REMOTE_MODULE}:_RemoteModule.__init__",
+    ),
+    has_group=False,
+    is_moved=False,
+    takes_all=True,
+)
+
+SUITES = {suite.name: suite for suite in (DDP, RPC)}

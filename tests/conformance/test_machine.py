@@ -12,10 +12,27 @@ from tests.conformance.expectations import Expectations, parse_expectations
 from tests.conformance.moved import FAKE_CUDA, MOVE, move_to_cpu
 from tests.conformance.runner import Outcome, Runner
 from tests.conformance.source import Case, list_cases
-from tests.conformance.suites import DDP
+from tests.conformance.suites import DDP, RPC, ShippedTests, Suite
 
 EXAMPLES = replace(
-    DDP, name="examples", module="tests.conformance.examples", tests="Outer.Examples", fixture="Fixture"
+    DDP,
+    name="examples",
+    classes=(
+        ShippedTests("tests.conformance.examples", "Outer.Examples", ("tests.conformance.examples:Fixture",)),
+    ),
+)
+RPC_EXAMPLES = replace(
+    RPC,
+    name="rpc_examples",
+    classes=(
+        ShippedTests(
+            "tests.conformance.rpc_examples", "Examples", ("tests.conformance.rpc_examples:Fixture",)
+        ),
+    ),
+)
+# An RPC that stays at home: what such an implementation passes proves nothing.
+AT_HOME = replace(
+    RPC_EXAMPLES, names={**RPC.names, "weft.rpc:rpc_sync": "tests.conformance.rpc_examples:call_here"}
 )
 
 
@@ -25,8 +42,14 @@ def runner() -> Iterator[Runner]:
         yield made
 
 
-def example(name: str) -> Case:
-    return next(case for case in list_cases(EXAMPLES) if case.name == name)
+@pytest.fixture(scope="module")
+def rpc_runner() -> Iterator[Runner]:
+    with Runner(RPC_EXAMPLES) as made:
+        yield made
+
+
+def example(name: str, suite: Suite = EXAMPLES) -> Case:
+    return next(case for case in list_cases(suite) if case.name == name)
 
 
 def test_tests_that_reach_a_replaced_name_are_found() -> None:
@@ -72,6 +95,43 @@ def test_a_crash_and_a_hang_cost_only_themselves(runner: Runner) -> None:
     hung = runner.run(example("test_hangs"), timeout_secs=0.5)
     assert hung.error == "hangs: not done in 0.5 s"
     assert runner.run(example("test_names_are_replaced")).status == "passes"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_names_are_replaced",
+        "test_calls_leave_the_caller",
+        "test_methods_of_the_test_are_sent",
+        "test_leaves_an_agent_and_globals",
+        "test_finds_neither",
+    ],
+)
+def test_an_rpc_example_passes(name: str, rpc_runner: Runner) -> None:
+    outcome = rpc_runner.run(example(name, RPC_EXAMPLES))
+    assert outcome.status == "passes", outcome.report
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error"),
+    [
+        ("test_fails_while_another_waits", "fails", "the other one"),
+        ("test_uses_a_name_that_weft_lacks", "fails", "weft has no torch.distributed.rpc:_server_process"),
+        ("test_takes_torchs_engine", "fails", "TorchEngineUsed: torch._C._distributed_rpc:TensorPipeAgent"),
+        ("test_needs_gpus", "unable", "GPUs needed: 64"),
+    ],
+)
+def test_an_rpc_example_does_not_pass(name: str, status: str, error: str, rpc_runner: Runner) -> None:
+    outcome = rpc_runner.run(example(name, RPC_EXAMPLES))
+    assert outcome.status == status, outcome.report
+    assert error in outcome.error
+
+
+def test_a_call_that_never_leaves_the_caller_is_caught() -> None:
+    with Runner(AT_HOME) as runner:
+        outcome = runner.run(example("test_calls_leave_the_caller", AT_HOME))
+    assert outcome.status == "fails"
+    assert "AssertionError" in outcome.error
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ PACKAGE_HOST = re.compile(
     r"\b(?:pypi|pythonhosted|npmjs|anaconda)\.(?:org|com)\b|\bdownload\.pytorch\.org\b|--(?:extra-)?index-url|--find[-]links"
 )
 
-SCRIPTS = ["scripts/demo", "scripts/test", "scripts/check", "scripts/bench", "scripts/conformance", ".ci/run"]
+SCRIPTS = [
+    "scripts/demo",
+    "scripts/test",
+    "scripts/check",
+    "scripts/bench",
+    "scripts/conformance",
+    "scripts/rpc_fuzz",
+    ".ci/run",
+]
 
 
 def find_machine_traces(path: str, text: str) -> list[str]:

@@ -18,6 +18,8 @@ PAGES = (
     "launch.md",
     "local_group.md",
     "optimizers.md",
+    "remote_module.md",
+    "rpc.md",
     "tensor_parallel.md",
 )
 BLOCKS = [

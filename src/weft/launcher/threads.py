@@ -33,7 +33,7 @@ from weft.launcher.world import (
     init_default_group,
     isolated_worlds,
 )
-from weft.rpc.registry import end_worker
+from weft.rpc.registry import end_worker, set_rank_thread
 
 # As for process-ranks: see child.LINGER_SECS.
 _LINGER_SECS = 1.0
@@ -129,6 +129,7 @@ class ThreadRun:
         return [self._results[rank] for rank in range(self._num_ranks)]
 
     def _run_rank(self, rank: int) -> None:
+        set_rank_thread()
         with entered_world(self._worlds[rank]), torch.autograd.set_multithreading_enabled(False):
             # Backward runs in this thread then, on a GPU too, so that hooks find this rank's world.
             try:

@@ -189,7 +189,10 @@ class Agent:
                 self.peers[call.to.id].leave()
             self.run_soon(call.answer(call.timeout_error()))
         self._tell_drops()
-        deadlines = [self.calls.next_deadline(), self.pool.look_after()]
+        next_look = self.pool.look_after()
+        if next_look is None:
+            self.post.trim()
+        deadlines = [self.calls.next_deadline(), next_look]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # How it stands

@@ -28,18 +28,14 @@ class Bell:
     """The words of one worker, as one worker sees them."""
 
     def __init__(self, segment: Segment, ringer_id: int) -> None:
-        self._segment = segment
+        self._segment: Segment | None = segment
+        self.name: SegmentName = segment.name  # what another worker opens it by
         self._words: Any = memoryview(segment.memory).cast("I")
         self._pool_word = ctypes.c_void_p(segment.address + 4 * _POOL)
         self._caller_word = ctypes.c_void_p(segment.address + 4 * _CALLER)
         # No two rings in a row leave the same value: a sleeper sees each, however they interleave.
         self._values = itertools.count((ringer_id & 0x3FF) << 22)
         self._fence = threading.Lock()
-
-    @property
-    def name(self) -> SegmentName:
-        """What another worker opens it by."""
-        return self._segment.name
 
     def ring(self, *, is_answer: bool = False) -> None:
         """Say that there is a message: an answer is for a caller that listens, if there is one."""
@@ -57,6 +53,14 @@ class Bell:
                 pass
         else:
             kernel.fence()
+
+    def close(self) -> None:
+        """Let go of the shared memory. A thread that still looks at the words finds nothing there."""
+        spare = (ctypes.c_uint32 * 64)()
+        self._words = memoryview(spare).cast("B").cast("I")
+        self._pool_word = ctypes.c_void_p(ctypes.addressof(spare))
+        self._caller_word = ctypes.c_void_p(ctypes.addressof(spare) + 4 * _CALLER)
+        self._segment = None
 
     # For the worker's own pool
 

@@ -47,10 +47,11 @@ class Directory:
                     peer_name=card.name,
                     is_same_host=card.host == this_host(),
                     device_map=device_map,
+                    is_answer=is_answer,
                 )
-                for device_map in (
-                    self._device_maps.get(card.name, {}),
-                    invert_device_map(device_map_of(card, self._info.name)),
+                for is_answer, device_map in (
+                    (False, self._device_maps.get(card.name, {})),
+                    (True, invert_device_map(device_map_of(card, self._info.name))),
                 )
             )
             peer = self.peers[card.id] = Peer(card, calling, replying)

@@ -120,6 +120,8 @@ def gather(
     sequence_id, gathering = agent.gatherings.begin(names)
     is_leader = agent.info.name == leader
     try:
+        if gathering.error is not None:
+            raise gathering.error  # somebody is known to be dead
         if is_leader:
             agent.gatherings.add(sequence_id, leader, obj, names)
         else:
@@ -133,7 +135,8 @@ def gather(
             missing = sorted(names - gathering.objects.keys()) if is_leader else [leader]
             raise PeerTimeoutError(
                 f"timed out in _all_gather after {timeout:.2f} seconds: {', '.join(missing)} had not "
-                "answered."
+                "answered.",
+                [agent.directory.find(name).info.id for name in missing],
             )
         if is_leader:
             _spread(agent, sequence_id, gathering, call_secs, to_followers)
@@ -141,6 +144,8 @@ def gather(
     except BaseException as error:
         if is_leader:
             _spread_failure(agent, sequence_id, names - {leader}, error)
+        if gathering.error is not None and error is not gathering.error:
+            raise gathering.error from error  # the leader gave up: this is why
         raise
     finally:
         agent.gatherings.end(sequence_id)

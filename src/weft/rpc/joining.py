@@ -28,7 +28,14 @@ from weft.rpc.devices import WorkerDevices, check_device_maps
 from weft.rpc.directory import device_map_of
 from weft.rpc.options import AgentOptions
 from weft.rpc.secret import make_secret, read_secret_file, write_secret_file
-from weft.rpc.workers import Card, WorkerInfo, check_distinct, check_name, own_address, this_host
+from weft.rpc.workers import (
+    Card,
+    WorkerInfo,
+    check_distinct,
+    check_name,
+    own_address,
+    this_host,
+)
 
 Store = Any  # torch.distributed.Store, which is not declared as exported
 _LONGEST_WAIT_SECS = 24 * 3600.0
@@ -112,11 +119,17 @@ class Meeting:
         """Join the members; those who were there before."""
 
         def add(members: dict[str, str]) -> dict[str, str]:
-            check_distinct([*(Card.decode(text.encode()) for text in members.values()), card])
-            if str(card.id) in members:
+            known = [Card.decode(text.encode()) for text in members.values()]
+            rivals = [other for other in known if other.id == card.id or other.name == card.name]
+            # One that died could not leave: nobody listens where it did.
+            alive = [other for other in rivals if is_listening(other)]
+            check_distinct([*alive, card])
+            if alive:
                 raise UnfitError(
                     f"init_rpc: rank {card.id} is not unique: another worker of that rank is there."
                 )
+            gone = {str(other.id) for other in rivals}
+            members = {key: text for key, text in members.items() if key not in gone}
             return {**members, str(card.id): card.encode().decode()}
 
         before = self._change_members(add)
@@ -150,6 +163,8 @@ def _text(value: bytes | str) -> str:
 def join_group(store: Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> Agent:
     """Make this worker's agent and bring it together with the others'. A failure leaves nothing behind."""
     check_name(name)
+    if world_size and not 0 <= rank < world_size:
+        raise ConfigError(f"init_rpc: rank {rank} does not fit world_size {world_size}: it counts from 0.")
     if options.listen is not None and options.secret is None:
         raise ConfigError(
             f"init_rpc: listen={options.listen!r} lets other hosts connect, so a secret is needed that only "
@@ -257,9 +272,11 @@ def open_store(init_method: str, rank: int, world_size: int | None) -> tuple[Sto
         if is_left_out and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size is None and rank != -1 and init_method != "env://":
-        # What torch's handlers take for a group that has no size.
+        # The only form in which torch's handlers take a group that has no size.
         init_method += f"{'&' if '?' in init_method else '?'}rank={rank}&world_size=-1"
-    meeting = rendezvous(init_method, rank=rank, world_size=world_size or -1)
+        meeting = rendezvous(init_method)
+    else:
+        meeting = rendezvous(init_method, rank=rank, world_size=world_size or -1)
     store, rank, _ = next(meeting)
     if rank < 0:
         raise StateError("init_rpc: the rank of this worker is not known. Give rank=.")

@@ -260,3 +260,9 @@ class Links:
             link.close(_GOODBYE_MS if link.is_up else 0)
         self._watch.stop()
         self._context.term()
+        # RRefs that outlive the worker hold it: it must not hold memory.
+        self._links.clear()
+        self._accepted.clear()
+        self._readers = []
+        self._mail.clear()
+        self.bell.close()

@@ -33,6 +33,8 @@ OWN_NAMES = (
     "weft.rpc.proxy.call_method",
     "weft.rpc.proxy.call_plain_method",
     "weft.rpc.proxy.run_backward",
+    "weft.rpc.remote_module.RemoteModule",
+    "weft.rpc.remote_module.receive_remote_module",
     "weft.rpc.rref.rebuild_rref",
     "weft.rpc.workers.WorkerInfo",
 )

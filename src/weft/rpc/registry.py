@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 class _Mine(threading.local):
     agent: Agent | None = None
+    is_rank = False
 
 
 _mine = _Mine()
@@ -42,6 +43,16 @@ def find_agent() -> Agent | None:
     if len(_agents) == 1:
         return _agents[0]
     return None
+
+
+def set_rank_thread() -> None:
+    """Say that this thread is a rank, which may be a worker beside others of its process."""
+    _mine.is_rank = True
+
+
+def is_rank_thread() -> bool:
+    """Whether this thread is a rank."""
+    return _mine.is_rank
 
 
 def enter(agent: Agent) -> None:

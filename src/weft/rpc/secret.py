@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -22,7 +23,8 @@ import zmq.utils.z85
 
 from weft.errors import ConfigError
 
-_MAX_SECRET_BYTES = 4096
+_PREFIX = "weft-rpc-"
+_SECRET = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,23 @@ def make_secret() -> bytes:
 
 def write_secret_file(secret: bytes) -> str:
     """Put a secret where only processes of this user can read it. The caller removes the file."""
-    fd, path = tempfile.mkstemp(prefix="weft-rpc-")  # mode 0600
+    fd, path = tempfile.mkstemp(prefix=_PREFIX)  # mode 0600
     with os.fdopen(fd, "wb") as file:
         file.write(secret)
     return path
 
 
 def read_secret_file(path: str) -> bytes:
-    """Read a secret that a process of this user wrote. Raises ConfigError for any other file."""
+    """Read a secret that a process of this user wrote. Raises ConfigError for any other file.
+
+    The path comes from a store that others may write to: it must not lead to a file whose content they know.
+    """
     advice = "Give every worker the same secret: WEFT_RPC_SECRET, or the option secret=."
+    folder, name = os.path.split(path)
+    if folder != tempfile.gettempdir() or not name.startswith(_PREFIX):
+        raise ConfigError(
+            f"init_rpc: the first worker's secret is not where this worker keeps temporary files. {advice}"
+        )
     try:
         # A stranger may name a pipe, which would block, or a link to another file.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -69,9 +79,10 @@ def read_secret_file(path: str) -> bytes:
         ) from error
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ConfigError(
-                "init_rpc: the file with the secret is not a plain file that only this user can read. "
-                f"{advice}"
-            )
-        return file.read(_MAX_SECRET_BYTES)
+        is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077 and status.st_nlink == 1
+        secret = file.read(65) if stat.S_ISREG(status.st_mode) and is_private else b""
+    if not _SECRET.fullmatch(secret):
+        raise ConfigError(
+            f"init_rpc: the file with the secret is not one that a worker of this user wrote. {advice}"
+        )
+    return secret

@@ -25,7 +25,7 @@ def init_rpc(
 ) -> None:
     """Make this process a worker, ready to call and to be called.
 
-    `name`: letters, digits, '-', '_', ':' and '.', another one for each worker. `rank`: the worker's id.
+    `name`: letters, digits, '-', '_' and ':', another one for each worker. `rank`: the worker's id.
     `world_size`: how many workers there are; the call returns when all of them are there. Both may be left
     out inside launch() and under torchrun. Without a world size, workers join and leave at will.
     `rpc_backend_options`: a TensorPipeRpcBackendOptions.
@@ -85,9 +85,8 @@ def _init_rpc_backend(
 
 
 def _check_free() -> None:
-    agent = registry.own_agent()
+    agent = registry.own_agent() if registry.is_rank_thread() else registry.find_agent()
     if agent is not None:
         raise StateError(
-            f"RPC is already initialized: this worker is {agent.info}. Call rpc.shutdown() first to begin "
-            "anew."
+            f"RPC is already initialized: this worker is {agent.info}. Call rpc.shutdown() to begin anew."
         )

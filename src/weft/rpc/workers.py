@@ -12,11 +12,13 @@ import re
 import socket
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from urllib.parse import urlparse
 
 from weft.errors import ConfigError, StateError, UnfitError
 
-_NAME = re.compile(r"[A-Za-z0-9_:.\-]+")
+_NAME = re.compile(r"[A-Za-z0-9_:\-]+")
 _MAX_NAME_LENGTH = 128
+_PROBE_SECS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,17 @@ class Card:
         return card
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raise for a name that no worker may have."""
+    if not isinstance(name, str):
+        raise UnfitError(
+            f"Argument {name!r} must be of type {str} but got type {type(name)}: a worker's name."
+        )
     if not (0 < len(name) < _MAX_NAME_LENGTH and _NAME.fullmatch(name)):
         shown = name if len(name) < _MAX_NAME_LENGTH else f"{name[:20]}... ({len(name)} characters)"
         raise UnfitError(
-            f"Worker name must match ^[A-Za-z0-9-_:.]+$, and must be non-empty and shorter than "
-            f"{_MAX_NAME_LENGTH} chars, but got {shown!r}. Use letters, digits, '-', '_', ':' and '.'."
+            f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than "
+            f"{_MAX_NAME_LENGTH} chars, but got {shown!r}. Use letters, digits, '-', '_' and ':'."
         )
 
 
@@ -119,3 +125,23 @@ def own_address(towards: str | None) -> str:
                 f"init_rpc: this host's address can't be found ({error}). Give the one that other hosts "
                 "reach it by: listen='10.0.0.5', or WEFT_RPC_LISTEN."
             ) from error
+
+
+def is_listening(card: Card) -> bool:
+    """Whether somebody listens where a worker did. Where nobody can tell from here it is taken to be so."""
+    if card.host == this_host():
+        family, address = socket.AF_UNIX, "\0" + card.local_address.removeprefix("ipc://@")
+    elif card.remote_address is not None:
+        parsed = urlparse(card.remote_address)
+        family, address = socket.AF_INET, (parsed.hostname, parsed.port)
+    else:
+        return True
+    with socket.socket(family) as probe:
+        probe.settimeout(_PROBE_SECS)
+        try:
+            probe.connect(address)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True

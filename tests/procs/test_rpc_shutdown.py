@@ -1,0 +1,154 @@
+"""The end: it waits for what is unfinished, or doesn't; nothing stays; one may begin again."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import weft
+from tests.rpc_bodies import acts, endings
+from tests.rpc_bodies.acts import call, count_at
+from tests.rpc_bodies.crew import Crew
+from tests.rpc_bodies.places import add, open_gate, pass_gate
+from tests.rpc_bodies.running import WEFT, wait_until
+
+NOT_A_WORKER = "RPC has not been initialized. Call weft.rpc.init_rpc first."
+
+
+def test_it_waits_for_everyone() -> None:
+    with Crew(3) as crew:
+        crew.join()
+        early = [crew[rank].begin(acts.leave) for rank in (0, 1)]
+        # The late one still works, with those who wait too.
+        for _ in range(20):
+            assert crew[2].do(call, "worker0", add, 1, 2) == 3
+            assert crew[2].do(call, "worker1", endings.call_on, "worker0") == 7
+        assert not any(future.done() for future in early)
+        crew[2].do(acts.leave)
+        for future in early:
+            future.result(20)
+
+
+def test_it_waits_for_unfinished_calls() -> None:
+    """Also for those of which the answer is nobody's, and which the callee was only sent."""
+    with Crew(3) as crew:
+        crew.join()
+        crew[0].do(endings.begin_and_forget, "worker2", "gate")
+        wait_until(lambda: crew[2].do(count_at, "worker2", "at gate gate") == 2, "both have begun")
+        leaving = [crew[rank].begin(acts.leave) for rank in (0, 1, 2)]
+        with pytest.raises(TimeoutError):
+            leaving[0].result(0.5)
+        assert not any(future.done() for future in leaving)
+        crew[2].do(endings.open_here, "worker2", "gate")
+        for future in leaving:
+            future.result(20)
+        assert crew[2].do(count_at, "worker2", "after gate") == 2
+
+
+def test_handlers_that_call_on_are_waited_for() -> None:
+    """Work that makes work: a chain is under way while all wait in shutdown."""
+    with Crew(3) as crew:
+        crew.join()
+        crew[0].do(endings.begin_chain, ["worker1", "worker2", "worker0"] * 20)
+        crew.every(acts.leave)
+        assert sum(crew[rank].do(count_at, f"worker{rank}", "hop") for rank in range(3)) == 60
+
+
+def test_not_graceful_waits_for_nobody() -> None:
+    with Crew(3) as crew:
+        crew.join()
+        waiting = crew[0].begin(acts.see, "sync", "worker1", "gate")
+        wait_until(lambda: crew[1].do(count_at, "worker1", "at gate gate") == 1, "it has begun")
+        crew[1].do(acts.leave, graceful=False)
+        seen = waiting.result(20)
+        assert seen.is_peer_error, seen
+        assert "worker1" in seen.text
+        assert seen.ranks == (1,)
+        with pytest.raises(weft.PeerError, match="worker1"):
+            crew[2].do(call, "worker1", add, 1, 2)
+        assert crew[0].do(call, "worker2", add, 1, 2) == 3
+        assert crew[1].do(acts.calls_after_shutdown)[0] == NOT_A_WORKER
+
+
+def test_a_call_of_ones_own_ends_with_the_worker() -> None:
+    with Crew(2) as crew:
+        crew.join()
+        waiting = crew[0].begin(call, "worker1", pass_gate, WEFT, "gate")
+        wait_until(lambda: crew[1].do(count_at, "worker1", "at gate gate") == 1, "it has begun")
+        crew[0].do(acts.leave, graceful=False)
+        with pytest.raises(RuntimeError):
+            waiting.result(20)
+        crew[1].do(call, "worker1", open_gate, WEFT, "gate")
+        assert crew[1].do(call, "worker1", add, 1, 2) == 3
+
+
+def test_twice() -> None:
+    with Crew(2) as crew:
+        crew.join()
+        crew.every(acts.leave)
+        for graceful in [True, False]:
+            with pytest.raises(weft.StateError, match="RPC has not been initialized"):
+                crew[0].do(acts.leave, graceful)
+        texts = crew[0].do(acts.calls_after_shutdown)
+        assert set(texts[:5]) == {NOT_A_WORKER}
+        assert "returned" not in texts
+
+
+def test_before_it_began() -> None:
+    with Crew(1) as crew:
+        texts = crew[0].do(acts.calls_after_shutdown)
+        assert set(texts[:5]) == {NOT_A_WORKER}
+        assert "returned" not in texts
+
+
+def test_init_twice() -> None:
+    with Crew(1) as crew:
+        crew.join()
+        with pytest.raises(RuntimeError, match="RPC is already initialized"):
+            crew[0].do(acts.join, "other", 0, 1, crew.meeting())
+        assert crew[0].do(call, "worker0", add, 1, 2) == 3
+        crew[0].do(acts.leave)
+
+
+def test_its_timeout() -> None:
+    """Who waits longer than that for the others says for whom."""
+    with Crew(2) as crew:
+        crew.join()
+        seen = crew[0].do(acts.see, "shutdown", 0.5)
+        assert seen.error == "PeerTimeoutError", seen
+        assert seen.ranks == (1,), seen
+        assert "worker1" in seen.text, seen
+        assert 0.45 < seen.raised_secs - seen.entered_secs < 4
+        # The worker has ended all the same, as torch's has.
+        assert crew[0].do(acts.calls_after_shutdown)[0] == NOT_A_WORKER
+        assert crew[0].do(acts.python_threads) == []
+
+
+def test_again_and_again_and_nothing_stays() -> None:
+    """Each time other names and sizes, calls, RRefs and large tensors; then no thread, file or memory."""
+    with Crew(3) as crew:
+        files = crew[0].do(acts.open_files)
+        paths: set[str] = set()
+        num_threads: list[int] = []
+        for turn in range(4):
+            ranks = [0, 1, 2] if turn % 2 == 0 else [2, 0]
+            init_method = crew.meeting()
+            joining = [
+                crew[member].begin(acts.join, f"turn{turn}-{new}", new, len(ranks), init_method)
+                for new, member in enumerate(ranks)
+            ]
+            for future in joining:
+                future.result(20)
+            for new, member in enumerate(ranks):
+                crew[member].do(endings.use_all, f"turn{turn}-{(new + 1) % len(ranks)}")
+                paths |= set(crew[member].do(endings.socket_paths))
+            for future in [crew[member].begin(acts.leave) for member in ranks]:
+                future.result(20)
+            for member in ranks:
+                assert crew[member].do(acts.python_threads) == []
+            num_threads.append(crew[0].do(acts.native_threads))
+        assert crew[0].do(acts.shared_mappings) == []
+        assert crew[0].do(acts.open_files) == files
+        assert not any(os.path.exists(path) for path in paths)
+        assert num_threads[-1] <= num_threads[0]  # the operators' own stay, and there are no more

@@ -1,0 +1,60 @@
+"""What workers try whose peer allows them little, and who they pretend to be."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from tests.rpc_bodies.places import Counter, add
+from tests.rpc_bodies.strangers import Bomb
+from weft import rpc
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def become_nobody() -> None:
+    """For all threads of the process: that is what setresuid of Python's os does."""
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+
+
+def send_bomb(to: str, function: Callable[..., Any], flag: Path) -> Any:
+    """Made here: on the crew's own wire it would go off here."""
+    return rpc.rpc_sync(to, function, (Bomb(flag),))
+
+
+def add_tensors(to: str) -> list[float]:
+    return rpc.rpc_sync(to, torch.add, (torch.ones(2), 1)).tolist()
+
+
+def use_counter(to: str) -> int:
+    rref = rpc.remote(to, Counter, (5,))
+    rref.rpc_sync().bump(3)
+    return rref.rpc_sync().get()
+
+
+def try_by_value(to: str) -> list[str]:
+    """Functions that travel by value, partials, dotted names: all the ways round the list."""
+    attempts: list[Any] = [
+        (lambda: 3, ()),
+        (functools.partial(add, 1), (2,)),
+        (functools.partial(os.getpid), ()),
+        (add.__class__.__call__, (add, 1, 2)),
+        (Counter.__init__.__globals__["os"].getpid, ()),
+    ]
+    texts: list[str] = []
+    for function, args in attempts:
+        try:
+            texts.append(f"returned {rpc.rpc_sync(to, function, args)}")
+        except weft.RefusedError as error:
+            texts.append(str(error))
+    return texts
