@@ -43,6 +43,7 @@ def parse_options() -> argparse.Namespace:
         help="torch: replace nothing, to see what torch itself passes here",
     )
     parser.add_argument("--quick", action="store_true", help="leave out what is listed as slow")
+    parser.add_argument("--gpu", action="store_true", help="run only what needs a GPU")
     parser.add_argument("-v", action="store_true", help="print every rank's traceback of a test that fails")
     return parser.parse_args()
 
@@ -54,6 +55,7 @@ def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
     is_checked = options.target == "weft" and expectations.is_for(torch.__version__)
     cases = [case for case in list_cases(suite) if re.search(options.k, case.name)]
     cases = [case for case in cases if not (options.quick and case.name in slow)]
+    cases = [case for case in cases if case.num_gpus or not options.gpu]
     width = max((len(case.name) for case in cases), default=0)
     counts = dict.fromkeys(WORDS, 0)
     surprises: list[str] = []

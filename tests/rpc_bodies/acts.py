@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import weft
-from tests.rpc_bodies.places import Counter, Tracked, pass_gate, visits_at
+from tests.rpc_bodies.places import Counter, Tracked, give, pass_gate, visits_at
 from tests.rpc_bodies.running import WEFT
 from weft import rpc
 
@@ -192,3 +194,9 @@ def calls_after_shutdown() -> list[str]:
         else:
             texts.append("returned")
     return texts
+
+
+def echo_tensor(to: str, num_bytes: int) -> bool:
+    """There and back; whether it is what it was."""
+    tensor = torch.arange(num_bytes // 8)
+    return torch.equal(rpc.rpc_sync(to, give, (tensor,)), tensor)

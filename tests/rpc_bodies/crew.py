@@ -39,13 +39,18 @@ def fork_server() -> Any:
     return context
 
 
-def serve(orders: Connection) -> None:
-    """Run what arrives, each on a thread of its own, until the wire is cut."""
+def serve(orders: Connection, before: Callable[[], None] | None) -> None:
+    """Run what arrives, each on a thread of its own, until the wire is cut.
+
+    `before` runs on the main thread, which all others come from.
+    """
     os.environ.pop("RANK", None)
     os.environ.pop("WORLD_SIZE", None)
     # What a member says goes nowhere: its errors are reported, and many are meant to happen.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
     lock = threading.Lock()
+    if before is not None:
+        before()
 
     def work(number: int, act: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -72,9 +77,9 @@ def serve(orders: Connection) -> None:
 class Member:
     """One process of a crew."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, before: Callable[[], None] | None = None) -> None:
         self._wire, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, before), daemon=True)
         self._process.start()
         theirs.close()
         self._lock = threading.Lock()
@@ -163,9 +168,9 @@ class Crew:
     def __len__(self) -> int:
         return len(self.members)
 
-    def add(self) -> Member:
-        """One more process; its place in the crew is the next."""
-        member = Member(self._context)
+    def add(self, before: Callable[[], None] | None = None) -> Member:
+        """One more process, which may do something before all else; its place in the crew is the next."""
+        member = Member(self._context, before)
         self.members.append(member)
         return member
 

@@ -33,6 +33,7 @@ from weft.rpc.workers import (
     WorkerInfo,
     check_distinct,
     check_name,
+    is_listening,
     own_address,
     this_host,
 )

@@ -1,0 +1,121 @@
+"""Workers on two hosts: all that they share is a cable."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Generator
+from functools import partial
+
+import pytest
+
+from tests.rpc_bodies import acts, hosts
+from tests.rpc_bodies.acts import call, see
+from tests.rpc_bodies.crew import Crew
+from tests.rpc_bodies.hosts import Host, two_hosts
+from tests.rpc_bodies.places import add, is_freed, spot
+from tests.rpc_bodies.running import WEFT, wait_until
+from tests.rpc_bodies.strangers import find_doors
+
+SECRET = "known on both"
+MEGABYTES = 20
+PORT = 29431
+
+
+@pytest.fixture(scope="module")
+def pair() -> Generator[tuple[Host, Host]]:
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def crew(pair: tuple[Host, Host]) -> Generator[Crew]:
+    """One worker on each host; they have not joined."""
+    with Crew(0) as crew:
+        for host in pair:
+            crew.add(partial(hosts.enter, host.name))
+        yield crew
+
+
+def join(crew: Crew, pair: tuple[Host, Host], **options: object) -> None:
+    init_method = f"tcp://{pair[0].address}:{PORT}"
+    joining = [
+        crew[rank].begin(
+            acts.join, f"worker{rank}", rank, 2, init_method, listen=pair[rank].address, secret=SECRET, **options
+        )
+        for rank in range(2)
+    ]
+    for future in joining:
+        future.result(30)
+
+
+def test_calls_over_the_cable(crew: Crew, pair: tuple[Host, Host]) -> None:
+    join(crew, pair)
+    assert crew[0].do(socket.gethostname) == crew[1].do(socket.gethostname)
+    for rank in range(2):
+        seen = crew[rank].do(call, f"worker{1 - rank}", spot, WEFT)
+        assert (seen.worker, seen.pid) == (f"worker{1 - rank}", crew[1 - rank].pid)
+    crew[0].do(acts.hold_remote, "thing", "worker1", acts.make_tracked, "thing")
+    assert not crew[0].do(call, "worker1", is_freed, WEFT, "thing")
+    crew[0].do(acts.let_go, "thing")
+    wait_until(lambda: crew[0].do(call, "worker1", is_freed, WEFT, "thing"), "freed")
+    with pytest.raises(ZeroDivisionError):
+        crew[0].do(call, "worker1", divmod, 1, 0)
+    crew.every(acts.leave)
+    assert crew.every(acts.python_threads) == [[], []]
+
+
+def test_large_tensors_go_over_the_cable(crew: Crew, pair: tuple[Host, Host]) -> None:
+    """The host's name is the same, and shared memory would work: it must not be used."""
+    join(crew, pair)
+    before = [crew[rank].do(hosts.bytes_sent, pair[rank].cable) for rank in range(2)]
+    assert crew[0].do(acts.echo_tensor, "worker1", MEGABYTES << 20)
+    sent = [crew[rank].do(hosts.bytes_sent, pair[rank].cable) - before[rank] for rank in range(2)]
+    assert all((MEGABYTES << 20) < num_bytes < 3 * (MEGABYTES << 20) for num_bytes in sent), sent
+    crew.every(acts.leave)
+
+
+def test_it_listens_where_it_was_told(crew: Crew, pair: tuple[Host, Host]) -> None:
+    join(crew, pair)
+    for rank in range(2):
+        listening = {door.host for door in find_doors(crew[rank].pid) if not door.is_unix and door.port != PORT}
+        assert listening == {pair[rank].address}
+    crew.every(acts.leave)
+
+
+def test_a_death_is_seen_on_the_other_host(crew: Crew, pair: tuple[Host, Host]) -> None:
+    join(crew, pair)
+    waiting = crew[0].begin(see, "sync", "worker1", "gate")
+    wait_until(lambda: crew[1].do(acts.count_at, "worker1", "at gate gate") == 1, "it waits")
+    died = time.monotonic()
+    crew[1].kill()
+    seen = waiting.result(20)
+    assert seen.error == "PeerError", seen
+    assert seen.ranks == (1,), seen
+    assert seen.raised_secs - died < 3, seen
+
+
+def test_a_cut_cable_is_an_error_in_time(crew: Crew, pair: tuple[Host, Host]) -> None:
+    join(crew, pair)
+    assert crew[0].do(call, "worker1", add, 1, 2) == 3
+    hosts.ip("-n", pair[1].name, "link", "set", pair[1].cable, "down")
+    try:
+        seen = crew[0].do(see, "sync", "worker1", "gate", 1.0)
+        assert seen.is_peer_error, seen
+        assert seen.ranks == (1,), seen
+        assert seen.raised_secs - seen.entered_secs < 4, seen
+    finally:
+        hosts.ip("-n", pair[1].name, "link", "set", pair[1].cable, "up")
+
+
+def test_hosts_without_a_secret_stay_strangers(crew: Crew, pair: tuple[Host, Host]) -> None:
+    """What makes processes of one host friends is not there between hosts, though here it could be read."""
+    init_method = f"tcp://{pair[0].address}:{PORT}"
+    began = time.monotonic()
+    joining = [
+        crew[rank].begin(acts.join, f"worker{rank}", rank, 2, init_method, rpc_timeout=3) for rank in range(2)
+    ]
+    for future in joining:
+        with pytest.raises((RuntimeError, ValueError), match="secret|listen"):
+            future.result(20)
+    assert time.monotonic() - began < 8
