@@ -53,6 +53,14 @@ def the_default_timeout(w: Worker) -> None:
     assert w.rpc.get_rpc_timeout() == before
 
 
+def the_default_is_the_options(w: Worker) -> None:
+    """With rpc_timeout=0.25."""
+    assert w.rpc.get_rpc_timeout() == 0.25
+    with takes(0.25, 0.25 + SLACK_SECS), pytest.raises(RuntimeError, match=TIMED_OUT.format(250)):
+        hang(w, "sync", "options")
+    w.rpc.rpc_sync(w.next, open_gate, (w.lib, f"options {w.name}"), timeout=20)
+
+
 def a_default_of_zero_is_none(w: Worker) -> None:
     before = w.rpc.get_rpc_timeout()
     w.rpc._set_rpc_timeout(0)
@@ -78,8 +86,9 @@ def to_here_in_time(w: Worker) -> None:
 def proxies_in_time(w: Worker) -> None:
     rref = w.rpc.remote(w.next, Counter, (5,))
     rref.to_here()
+    text = "for more than set timeout|RRef creation"
     for api in [rref.rpc_sync, rref.rpc_async, rref.remote]:
-        with takes(0.2, 0.2 + SLACK_SECS), pytest.raises(RuntimeError, match="for more than set timeout|RRef creation"):
+        with takes(0.2, 0.2 + SLACK_SECS), pytest.raises(RuntimeError, match=text):
             made = api(timeout=0.2).pass_gate(w.lib, f"proxy {w.name}")
             if api == rref.rpc_async:
                 made.wait()

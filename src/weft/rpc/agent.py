@@ -64,7 +64,7 @@ class Agent:
         self.is_ended = False
         self.calls = CallTable()
         self.post = TensorPost(info.id)
-        self.book = RRefBook(info.id, self.tell)
+        self.book = RRefBook(info.id, self.tell, self.is_lost)
         self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo)
         self.directory = Directory(info, options.device_maps, look_up)
         self.peers = self.directory.peers
@@ -87,6 +87,11 @@ class Agent:
         self.clock = Clock(self._time_out)
         self.caller = Caller(self)
         self.gatherings = Gatherings(self)
+
+    def is_lost(self, worker_id: int) -> bool:
+        """Whether a worker is gone."""
+        peer = self.peers.get(worker_id)
+        return peer is not None and peer.lost is not None
 
     def start(self) -> None:
         """Begin to serve."""

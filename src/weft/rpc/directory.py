@@ -66,7 +66,7 @@ class Directory:
                 f"Cannot get WorkerInfo from name {to!r}: a name, an id or a WorkerInfo is needed."
             )
         peer = self.peers.get(self._ids.get(key, -1) if isinstance(key, str) else key)
-        if peer is None or peer.has_left:
+        if peer is None or peer.lost is not None:
             card = self._look_up(key)
             peer = peer if card is None else self.add(card)
         if peer is None:

@@ -56,6 +56,7 @@ class Cargo:
 
     peer_id: int
     forks: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    unconfirmed: list[Any] = field(default_factory=list[Any])  # RRefs that arrived, unknown to their owners
 
 
 class _Under(threading.local):
@@ -123,9 +124,16 @@ class Packer:
         if packed.tensors is not None:
             self._post.withdraw(packed.tensors)
 
-    def unpack(self, body: bytes | memoryview, buffers: Sequence[bytes | memoryview], route: Route) -> Any:
-        """The object that a peer packed. Raises what its classes raise, and RefusedError for what is not
-        allowed.
+    def unpack(
+        self,
+        body: bytes | memoryview,
+        buffers: Sequence[bytes | memoryview],
+        route: Route,
+        settle: Callable[[list[Any]], None] | None = None,
+    ) -> Any:
+        """The object that a peer packed. `settle` gets the RRefs in it that their owners don't know yet.
+
+        Raises what its classes raise, and RefusedError for what is not allowed.
         """
         num_index_bytes, num_own = _PREFIX.unpack_from(body)
         start = _PREFIX.size + num_index_bytes
@@ -139,7 +147,10 @@ class Packer:
             tensors: Sequence[torch.Tensor] = ()
             if descriptors is not None:
                 tensors = self._post.unpack(descriptors, buffers[num_own:], route)
-            return unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+            obj = unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+            if cargo.unconfirmed and settle is not None:
+                settle(cargo.unconfirmed)
+            return obj
         finally:
             under_way.cargo = outer
             if cargo.forks:

@@ -157,7 +157,18 @@ def _reduce_value(value: object) -> tuple[Any, ...]:
     return _named, ("torch", str(value).removeprefix("torch."))
 
 
+def _reduce_script(function: Any) -> tuple[Any, ...]:
+    """A TorchScript function goes by the name it was defined with, as any other does."""
+    module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise pickle.PicklingError(
+            f"TorchScript function {function.qualified_name} has no name in its module."
+        )
+    return _named, (module, name)
+
+
 _REDUCERS: Mapping[type, Reducer] = {
+    torch.jit.ScriptFunction: _reduce_script,
     types.BuiltinFunctionType: _reduce_builtin,
     types.MethodDescriptorType: _reduce_method,
     torch.layout: _reduce_value,

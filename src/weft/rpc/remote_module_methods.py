@@ -143,7 +143,10 @@ class RemoteMethods(Refusals):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` with each of the module's submodules, on its worker. What `fn` holds is a copy there."""
         if not callable(fn):
-            raise ConfigTypeError(f"RemoteModule.apply: fn must be a function of a module, not a {type(fn)}.")
+            raise ConfigTypeError(
+                f"Method ``apply`` not supported for RemoteModule with a {type(fn)}: fn must be a function of a "
+                "module."
+            )
         return self._change("apply", fn)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

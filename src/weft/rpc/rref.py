@@ -80,6 +80,10 @@ class RRef(Generic[T]):
         """The owner knows of this RRef."""
         self._is_confirmed = True
 
+    def is_settled(self) -> bool:
+        """Whether it is known what became of this RRef at its owner."""
+        return self._is_confirmed or self._error is not None
+
     def fail(self, error: BaseException) -> None:
         """The value can't be had."""
         self._error = error
@@ -113,6 +117,7 @@ class RRef(Generic[T]):
     def _serialize(self) -> tuple[Any, ...]:
         if self.is_deleted:
             raise StateError(f"{self}: Cannot call fork an UserRRef after deletion. RPC was shut down.")
+        self.check_usable("_serialize()")
         return self.__reduce__()
 
     # What users do
@@ -141,10 +146,18 @@ class RRef(Generic[T]):
         Raises what the function that makes it raised; PeerError when the owner is gone; a timeout error when
         it takes longer than `timeout` seconds (0: none).
         """
-        if self.owned is not None:
-            return self.owned.wait(self.agent.resolve_timeout(timeout), self.agent.pool.blocking)
         self.check_usable("to_here()")
+        if self.owned is not None:
+            return self._wait_here(self.agent.resolve_timeout(timeout))
         return cast(T, self.agent.caller.fetch(self, timeout))
+
+    def _wait_here(self, timeout_secs: float) -> T:
+        assert self.owned is not None
+        try:
+            return self.owned.wait(self.limit_wait(timeout_secs), self.agent.pool.blocking)
+        except PeerTimeoutError:
+            self.check_usable("to_here()")  # the function that makes it may have run out of time, not this
+            raise
 
     def local_value(self) -> T:
         """The value, on its owner."""
@@ -206,7 +219,8 @@ class RRef(Generic[T]):
 def rebuild_rref(index: int) -> RRef[Any]:
     """The RRef at a place in the cargo of the message that is being unpacked."""
     agent = registry.current_agent("an RRef arrived where RPC is not initialised")
-    fork, owned = agent.book.claim(current_cargo("it was unpickled"), index)
+    cargo = current_cargo("it was unpickled")
+    fork, owned = agent.book.claim(cargo, index)
     owner_id, rref_id, fork_id, sender_id = fork
     if owned is not None:
         rref = RRef.of_owned(agent, owned)
@@ -216,5 +230,5 @@ def rebuild_rref(index: int) -> RRef[Any]:
         )
         if owner_id == sender_id:
             rref.confirm()
-    agent.book.arrived(rref, fork)
+    agent.book.arrived(rref, fork, cargo)
     return rref

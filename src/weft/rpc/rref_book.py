@@ -37,15 +37,18 @@ class RRefBook:
     is dead.
     """
 
-    def __init__(self, own_id: int, tell: Callable[[int, tuple[Any, ...]], None]) -> None:
+    def __init__(
+        self, own_id: int, tell: Callable[[int, tuple[Any, ...]], None], is_lost: Callable[[int], bool]
+    ) -> None:
         self._own_id = own_id
         self._tell = tell
+        self._is_lost = is_lost
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
         self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
-        self._lost: set[int] = set()
+        self._confirmed = threading.Condition()
         self._users: dict[GlobalId, weakref.ref[RRef[Any]]] = {}
 
     def new_id(self) -> GlobalId:
@@ -70,7 +73,7 @@ class RRefBook:
         faster.
         """
         owned = self._owned.get(rref_id)
-        if owned is None and rref_id.created_on not in (self._own_id, *self._lost):
+        if owned is None and rref_id.created_on != self._own_id and not self._is_lost(rref_id.created_on):
             owned = self._owned[rref_id] = OwnedValue(rref_id)
             owned.is_promised = True
         return owned
@@ -91,6 +94,7 @@ class RRefBook:
         """Make a fork of an RRef that goes into a message; its place in the cargo."""
         if rref.is_deleted:
             raise StateError(f"{rref}: Cannot call fork an UserRRef after deletion. RPC was shut down.")
+        rref.check_usable("fork()")
         fork_id = self.new_id()
         with self._lock:
             if rref.owned is not None and cargo.peer_id != self._own_id:
@@ -129,7 +133,7 @@ class RRefBook:
         cargo.forks[index] = ()
         return fork, owned
 
-    def arrived(self, rref: RRef[Any], fork: Fork) -> None:
+    def arrived(self, rref: RRef[Any], fork: Fork, cargo: Cargo) -> None:
         """Say that an RRef which arrived is in use here."""
         owner_id, rref_id, fork_id, sender_id = fork
         if owner_id == self._own_id:
@@ -138,7 +142,13 @@ class RRefBook:
         self.add_user(rref)
         if owner_id != sender_id:
             self._unconfirmed[GlobalId(*fork_id)] = (owner_id, sender_id, weakref.ref(rref))
+            cargo.unconfirmed.append(rref)
             self._tell(owner_id, ("fork", rref_id, fork_id))
+
+    def wait_confirmed(self, rrefs: Sequence[RRef[Any]]) -> None:
+        """Wait until the owners know of these RRefs, or are gone."""
+        with self._confirmed:
+            self._confirmed.wait_for(lambda: all(rref.is_settled() for rref in rrefs))
 
     def give_back(self, cargo: Cargo) -> None:
         """Give back the forks of a message that could not be unpacked whole."""
@@ -211,6 +221,8 @@ class RRefBook:
         elif rref is not None:
             why = f"the value is gone: worker {parent_id}, which sent it, died before its owner knew of it."
             rref.fail(PeerError(f"{rref}: {why}", [parent_id]))
+        with self._confirmed:
+            self._confirmed.notify_all()
         self._accept(parent_id, fork_id)
 
     def on_accept(self, sender_id: int, fork_id: GlobalId) -> None:
@@ -220,7 +232,6 @@ class RRefBook:
     def on_lost(self, peer_id: int) -> None:
         """A worker is gone, with all that it held."""
         with self._lock:
-            self._lost.add(peer_id)
             promised = [owned for owned in self._owned.values() if owned.is_promised]
             dead = [pin for pin, (_, dest_id) in self._pins.items() if dest_id == peer_id]
             pinned = [self._pins.pop(fork_id) for fork_id in dead]
@@ -234,9 +245,14 @@ class RRefBook:
             if owned.id.created_on == peer_id:
                 why = f"worker {peer_id}, which was to have it made, died before it did."
                 owned.set(error=PeerError(f"OwnerRRef({owned.id}): there is no value: {why}", [peer_id]))
-        for fork_id, (owner_id, parent_id, _) in list(self._unconfirmed.items()):
+        for fork_id, (owner_id, parent_id, reference) in list(self._unconfirmed.items()):
             if owner_id == peer_id and self._unconfirmed.pop(fork_id, None) is not None:
+                rref = reference()
+                if rref is not None:
+                    rref.fail(PeerError(f"{rref}: its owner, worker {peer_id}, is gone.", [peer_id]))
                 self._accept(parent_id, fork_id)
+        with self._confirmed:
+            self._confirmed.notify_all()
 
     # How many there are
 

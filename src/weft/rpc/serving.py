@@ -147,7 +147,8 @@ class Server:
     ) -> tuple[Any, torch.futures.Future[Any] | None]:
         """Run what a message asks for: its result, or the future of it."""
         peer = self._agent.peers[message.sender]
-        payload = cast(Payload, self._agent.packer.unpack(body, message.buffers, peer.replying))
+        packer = self._agent.packer
+        payload = cast(Payload, packer.unpack(body, message.buffers, peer.replying, self._settle))
         function, args, kwargs = payload
         result = function(*args, **kwargs)
         if not is_async(function):
@@ -159,6 +160,11 @@ class Server:
                 f"{type(result).__name__}."
             )
         return None, cast("torch.futures.Future[Any]", result)
+
+    def _settle(self, rrefs: list[Any]) -> None:
+        """A function starts when the owners of its RRefs know of them, as in torch."""
+        with self._agent.pool.blocking():
+            self._agent.book.wait_confirmed(rrefs)
 
     def _accept_remote(self, message: Message) -> Job:
         # The value is on the books before its maker runs: what comes next may already ask for it.
