@@ -134,6 +134,18 @@ def test_a_stopped_worker_is_a_timeout_and_may_come_back() -> None:
         crew.every(acts.leave)
 
 
+def test_an_rref_that_was_not_made_in_time() -> None:
+    with Crew(2) as crew:
+        crew.join()
+        crew[1].signal(signal.SIGSTOP)
+        first, second = crew[0].do(acts.remote_in_vain, "worker1", 0.5)
+        crew[1].signal(signal.SIGCONT)
+        assert "RPC ran for more than set timeout (500 ms)" in first
+        assert "RRef creation via rpc.remote() timed out" in second
+        assert crew[0].do(call, "worker1", add, 1, 2) == 3
+        crew.every(acts.leave)
+
+
 def test_values_of_a_holder_that_died_are_freed() -> None:
     with Crew(3) as crew:
         crew.join()

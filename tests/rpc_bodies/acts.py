@@ -200,3 +200,17 @@ def echo_tensor(to: str, num_bytes: int) -> bool:
     """There and back; whether it is what it was."""
     tensor = torch.arange(num_bytes // 8)
     return torch.equal(rpc.rpc_sync(to, give, (tensor,)), tensor)
+
+
+def remote_in_vain(to: str, timeout: float) -> list[str]:
+    """What an RRef says whose owner does not answer: as its future, and to those who use it after that."""
+    rref = rpc.remote(to, Counter, timeout=timeout)
+    texts: list[str] = []
+    for use in [lambda: rref._get_future().wait(), lambda: rref.to_here(timeout=5)]:
+        try:
+            use()
+        except RuntimeError as error:
+            texts.append(str(error))
+        else:
+            texts.append("returned")
+    return texts

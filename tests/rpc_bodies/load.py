@@ -63,6 +63,7 @@ def thousands_in_flight(w: Worker) -> None:
     wait_until(lambda: visits_at(w.name, f"at gate flood {before}") > 0, "the first of the other's has begun")
     dist.barrier()
     assert not any(future.done() for future in futures)
+    dist.barrier()
     gate_of(w.name, f"flood {before}").set()
     assert [future.wait() for future in futures] == list(range(NUM_CALLS))
 
@@ -83,6 +84,7 @@ def as_many_threads_as_told(w: Worker) -> None:
     wait_until(lambda: visits_at(w.name, mine) == 2, "two are at the gate")
     dist.barrier()
     assert visits_at(w.name, mine) == 2
+    dist.barrier()
     gate_of(w.name, f"two {before}").set()
     for future in futures:
         future.wait()

@@ -184,7 +184,7 @@ def sparse_tensors(w: Worker) -> None:
     assert torch.equal(got.to_dense(), dense)
     added = w.rpc.rpc_sync(w.next, torch.add, (dense.to_sparse(), dense.to_sparse()))
     assert torch.equal(added.to_dense(), dense * 2)
-    hybrid = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (2, 3))
+    hybrid = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (2, 3), check_invariants=True)
     got = w.rpc.rpc_sync(w.next, give, (hybrid,))
     assert not got.is_coalesced()
     assert torch.equal(got.to_dense(), hybrid.to_dense())

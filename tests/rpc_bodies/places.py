@@ -23,6 +23,15 @@ _kept: dict[tuple[str, str], Any] = {}
 _freed: set[tuple[str, str]] = set()
 
 
+def begin_anew(worker: str) -> None:
+    """Forget what an earlier worker of this name has left here."""
+    with _lock:
+        for notes in (_counts, _gates, _kept):
+            for place in [place for place in notes if place[0] == worker]:
+                del notes[place]
+        _freed.difference_update({place for place in _freed if place[0] == worker})
+
+
 def me(lib: str) -> str:
     """The name of the worker whose call this thread runs."""
     return import_module(lib).get_worker_info().name

@@ -6,8 +6,10 @@ workers, one after the other: joining costs more than most of them.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 import weft
+from tests.rpc_bodies.places import begin_anew
 from weft.testing.pool import shared_pool
 
 WEFT = "weft.rpc"
@@ -65,9 +68,8 @@ Body = Callable[[Worker], None]
 @contextmanager
 def joined(lib: str, **options: Any) -> Generator[Worker]:
     """Be a worker for the length of the block: rank and world are those of the default process group."""
-    import os
-
     rank, size = dist.get_rank(), dist.get_world_size()
+    begin_anew(f"worker{rank}")
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
     rpc = import_module(lib)
@@ -132,6 +134,4 @@ def takes(at_least_secs: float = 0.0, at_most_secs: float = DEADLINE_SECS) -> Ge
 
 def shown(error: BaseException) -> str:
     """What a user sees of an error that nobody catches."""
-    import traceback
-
     return "".join(traceback.format_exception(error))

@@ -6,8 +6,8 @@ import pytest
 
 import weft
 from tests.rpc_bodies.calls import MODES, call
-from tests.rpc_bodies.places import Counter, add, gate_of, open_gate, pass_gate
-from tests.rpc_bodies.running import Worker, takes, wait_until
+from tests.rpc_bodies.places import Counter, add, open_gate, pass_gate
+from tests.rpc_bodies.running import Worker, takes
 
 TIMED_OUT = r"RPC ran for more than set timeout \({} ms\) and will now be marked with an error"
 SLACK_SECS = 5.0
@@ -98,25 +98,6 @@ def proxies_in_time(w: Worker) -> None:
     assert rref.rpc_sync(timeout=20).pass_gate(w.lib, f"proxy {w.name}") == 5
 
 
-def a_remote_that_is_not_made_in_time(w: Worker) -> None:
-    # The call needs a thread, and both are taken: the RRef can't be made.
-    blockers = [w.rpc.rpc_async(w.next, pass_gate, (w.lib, f"full {w.name}")) for _ in range(2)]
-    wait_until(lambda: not blockers[0].done(), "blocked")
-    rref = w.rpc.remote(w.next, pass_gate, (w.lib, f"full {w.name}"), timeout=0.2)
-    with pytest.raises(RuntimeError, match="for more than set timeout"):
-        rref._get_future().wait()
-    wait_until(lambda: rref._get_future().done(), "marked with the error")
-    with pytest.raises(RuntimeError, match="RRef creation via rpc.remote\\(\\) timed out"):
-        rref.to_here(timeout=1)
-    gate_of(w.name, f"full {before_of(w)}").set()  # by hand: the threads are taken
-    for blocker in blockers:
-        blocker.wait()
-
-
-def before_of(w: Worker) -> str:
-    return f"worker{(w.rank - 1) % w.size}"
-
-
 def an_error_that_says_what(w: Worker) -> None:
     """It is a PeerError too, of the worker that did not answer, and says which function."""
     for mode in MODES:
@@ -152,4 +133,3 @@ BODIES = [
     proxies_in_time,
 ]
 WEFT_ONLY = [an_error_that_says_what, late_answers_do_no_harm]
-TWO_THREADS = [a_remote_that_is_not_made_in_time]  # with num_worker_threads=2

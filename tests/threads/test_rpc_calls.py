@@ -13,6 +13,7 @@ def test_calls(body: Body) -> None:
     on_threads(body)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("body", [*payloads.BODIES, *payloads.WEFT_ONLY])
 def test_payloads(body: Body) -> None:
     on_threads(body)

@@ -18,10 +18,5 @@ def test_timeouts(body: Body) -> None:
     on_threads(body)
 
 
-@pytest.mark.parametrize("body", timeouts.TWO_THREADS)
-def test_timeouts_of_a_full_pool(body: Body) -> None:
-    on_threads(body, num_worker_threads=2)
-
-
 def test_a_default_from_the_options() -> None:
     on_threads(timeouts.the_default_is_the_options, rpc_timeout=0.25)

@@ -10,13 +10,14 @@ timeout is over. A call is answered once and never sent twice.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from weft.errors import ConfigError, PeerError, StateError, UnfitError
+from weft.errors import ConfigError, PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry
 from weft.rpc.calling import Caller
@@ -24,7 +25,6 @@ from weft.rpc.calls import Answer, Call, CallTable
 from weft.rpc.clock import Clock
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination, Directory
-from weft.rpc.failures import rebuild_failure
 from weft.rpc.gathering import Gatherings
 from weft.rpc.links import Links
 from weft.rpc.notices import write_notice
@@ -47,7 +47,7 @@ _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
 class Agent:
-    """One worker's agent. `look_up(name_or_id)` finds the card of a worker that joined later, or None."""
+    """One worker's agent. `look_up(name_or_id)` finds the card of a worker that joined later, if any may."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class Agent:
         epoch: int,
         secret: bytes,
         options: AgentOptions,
-        look_up: Callable[[str | int], Card | None],
+        look_up: Callable[[str | int], Card | None] | None,
     ) -> None:
+        is_late_group = look_up is not None
         self.info = info
         self.epoch = epoch
         self.options = options
@@ -64,17 +65,20 @@ class Agent:
         self.is_ended = False
         self.calls = CallTable()
         self.post = TensorPost(info.id)
-        self.book = RRefBook(info.id, self.tell, self.is_lost)
+        # A worker that takes a dead one's place in a late group must not give out its ids again.
+        first_id = secrets.randbits(62) if is_late_group else 0
+        self.book = RRefBook(info.id, first_id, self.tell, self.is_lost, self._let_go)
         self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo)
-        self.directory = Directory(info, options.device_maps, look_up)
+        self.directory = Directory(info, options.device_maps, look_up or (lambda _: None))
         self.peers = self.directory.peers
         self.when_lost: list[Callable[[Peer], None]] = []
         # Of a dynamic group; joining.py sets them.
         self.leave_group: Callable[[], None] | None = None
         self.list_members: Callable[[], list[Card]] | None = None
         self._introducing = threading.Lock()
+        self._ending = threading.Lock()
+        self._is_ending = False
         self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
-        self._jobs: dict[int, Callable[[], None]] = {}
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
         self.server = Server(self)
         self.pool = Pool(
@@ -102,12 +106,13 @@ class Agent:
 
     def introduce(self, peer: Peer) -> None:
         """Open the link to a peer, if there is none, and say there who this worker is."""
-        if self.links.is_open(peer.info.id):
+        if self.links.is_open(peer.info.id) or peer.lost is not None:
             return
         with self._introducing:
             if self.links.is_open(peer.info.id):
                 return
             self.links.open(peer.info.id, self.directory.address_of(peer))
+            peer.is_linked = True
             ring = tuple(self.links.offer_ring(peer.info.id)) if peer.calling.is_same_host else None
             self._send(
                 peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode(), ring))
@@ -136,10 +141,17 @@ class Agent:
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker's book something; nothing is done when that worker is gone."""
+        peer = self.peers.get(worker_id)  # not looked up: nothing here may wait for a store
         try:
-            self.send(self.directory.find(worker_id), Kind.CONTROL, 0, write_notice(notice))
-        except (PeerError, StateError, UnfitError):
+            if peer is not None:
+                self.send(peer, Kind.CONTROL, 0, write_notice(notice))
+        except (PeerError, StateError):
             logger.debug("worker %s is gone; it was to hear %s", worker_id, notice)
+
+    def _let_go(self, things: list[Any]) -> None:
+        """Drop what users' finalizers may belong to: on the pool, where they may wait."""
+        if things:
+            self.pool.submit(things.clear)
 
     # Answers
 
@@ -165,7 +177,12 @@ class Agent:
         """Answer a call from another thread than the pool's."""
         call = self.take(call_id)
         if call is not None and answer is not None:
-            self.run_soon(call.answer(answer))
+            self._answer(call, answer)
+
+    def _answer(self, call: Call, answer: Answer) -> None:
+        job = call.answer(answer)
+        if job is not None:
+            self.pool.submit(job)
 
     def open_answer(self, answer: Answer) -> Any:
         """What an answer holds: a value to return, or an exception to raise."""
@@ -173,26 +190,15 @@ class Agent:
             raise answer
         value = self.packer.unpack(answer.body, answer.buffers, self.peers[answer.sender].calling)
         if answer.kind is Kind.FAILURE:
-            raise rebuild_failure(value, None)
+            raise self.packer.rebuild_failure(value)
         return value
-
-    def run_soon(self, job: Callable[[], None] | None) -> None:
-        """Run a job on the pool."""
-        if job is not None and not self.is_ended:
-            number = id(job)
-            self._jobs[number] = job
-            self._send(self.peers[self.info.id], Kind.CONTROL, number, write_notice(("job",)))
-
-    def take_job(self, number: int) -> Callable[[], None] | None:
-        """The job of a number, once."""
-        return self._jobs.pop(number, None)
 
     def _time_out(self) -> float | None:
         now = time.monotonic()
         for call in self.calls.take_all(lambda call: call.deadline is not None and call.deadline <= now):
             if not call.is_internal:
                 self.peers[call.to.id].leave()
-            self.run_soon(call.answer(call.timeout_error()))
+            self._answer(call, call.timeout_error())
         self._tell_drops()
         next_look = self.pool.look_after()
         if next_look is None:
@@ -254,7 +260,7 @@ class Agent:
         for call in self.calls.take_all(lambda call: call.to.id == peer_id):
             if not call.is_internal:
                 peer.leave()
-            self.run_soon(call.answer(peer.lost_error(call.what)))
+            self._answer(call, peer.lost_error(call.what))
         self.links.drop(peer_id)
         self.book.on_lost(peer_id)
         self.post.release_peer(peer_id)
@@ -283,10 +289,15 @@ class Agent:
 
         `failure` says why this worker did not leave by itself.
         """
-        if self.is_ended:
-            return
+        with self._ending:
+            if self._is_ending:
+                return
+            self._is_ending = True
         if self.leave_group is not None:
-            self.leave_group()
+            try:
+                self.leave_group()
+            except Exception:
+                logger.debug("the group's store is gone", exc_info=True)
         self.clock.stop()
         self._tell_drops()
         for peer in list(self.peers.values()):

@@ -7,6 +7,7 @@ out of the table answers it.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from weft.errors import PeerTimeoutError
-from weft.rpc.wire import Message
+from weft.rpc.packing import PACKED_NONE
+from weft.rpc.wire import Kind, Message
 from weft.rpc.workers import WorkerInfo
 
 Answer = Message | BaseException
@@ -109,11 +111,12 @@ class CallFuture(torch.futures.Future[Any]):
         """Set what `outcome` returns or raises; as a job where callbacks, which may wait, are to run."""
         with self._gate:
             if not self._has_callbacks:
-                self._set(outcome)
+                self.settle(outcome)
                 return None
-        return lambda: self._set(outcome)
+        return lambda: self.settle(outcome)
 
-    def _set(self, outcome: Callable[[], Any]) -> None:
+    def settle(self, outcome: Callable[[], Any]) -> None:
+        """Set what `outcome` returns or raises, and run the callbacks."""
         try:
             value = outcome()
         except Exception as error:
@@ -166,8 +169,16 @@ class AsyncCall(Call):
         self._open_answer = open_answer
 
     def answer(self, answer: Answer) -> Callable[[], None] | None:
-        """Complete the future."""
-        return self.future.complete(lambda: self._open_answer(answer))
+        """Complete the future: here if that runs nobody's code, else in a job."""
+        if isinstance(answer, BaseException):
+            return self.future.complete(lambda: self._open_answer(answer))
+        if answer.kind is Kind.RESULT and answer.body == PACKED_NONE:
+            return self.future.complete(_none)
+        return lambda: self.future.settle(lambda: self._open_answer(answer))
+
+
+def _none() -> None:
+    """The outcome of a call that returned None."""
 
 
 class CallTable:
@@ -175,7 +186,8 @@ class CallTable:
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
-        self._ids = itertools.count(1)
+        # A worker that takes a dead one's place must not get answers to the dead one's calls.
+        self._ids = itertools.count(secrets.randbits(62))
         self.num_started_by_users = 0  # it only has to change when there are more
 
     def add(self, call: Call) -> None:

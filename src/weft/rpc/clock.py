@@ -5,10 +5,13 @@ An errand may be put from anywhere, a finalizer included: putting one takes no l
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Clock:
@@ -47,9 +50,16 @@ class Clock:
         while True:
             # While the calls are looked through every note wakes the thread again: none is missed.
             self._wakes_at = float("inf")
-            self._wakes_at = min(self._tick() or float("inf"), self._do_due())
+            self._wakes_at = min(self._safe_tick(), self._do_due())
             if not self._do_errands():
                 return
+
+    def _safe_tick(self) -> float:
+        try:
+            return self._tick() or float("inf")
+        except Exception:  # without a clock nothing would ever time out
+            logger.exception("weft.rpc: a look at the clock failed")
+            return time.monotonic() + 1.0
 
     def _do_due(self) -> float:
         """Do what was put for later and is due; when the next of it is."""
@@ -57,7 +67,7 @@ class Clock:
         due = [errand for when, errand in self._later if when <= now]
         self._later = [(when, errand) for when, errand in self._later if when > now]
         for errand in due:
-            errand()
+            _do(errand)
         return min((when for when, _ in self._later), default=float("inf"))
 
     def _do_errands(self) -> bool:
@@ -74,7 +84,7 @@ class Clock:
                 return False
             if errand is _nothing:
                 return True
-            errand()
+            _do(errand)
             del errand  # what it holds must not live until the next one comes
 
     def stop(self) -> None:
@@ -82,6 +92,13 @@ class Clock:
         self._errands.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+
+
+def _do(errand: Callable[[], None]) -> None:
+    try:
+        errand()
+    except Exception:
+        logger.exception("weft.rpc: an errand failed")
 
 
 def _nothing() -> None:

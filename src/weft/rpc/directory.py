@@ -39,7 +39,7 @@ class Directory:
         """Learn of a worker. One that took the name or id of a worker that is gone takes its place."""
         with self._lock:
             known = self.peers.get(card.id)
-            if known is not None and (known.card == card or known.lost is None):
+            if known is not None and (known.card == card or (known.is_linked and known.lost is None)):
                 return known
             calling, replying = (
                 Route(
@@ -66,7 +66,7 @@ class Directory:
                 f"Cannot get WorkerInfo from name {to!r}: a name, an id or a WorkerInfo is needed."
             )
         peer = self.peers.get(self._ids.get(key, -1) if isinstance(key, str) else key)
-        if peer is None or peer.lost is not None:
+        if peer is None or peer.lost is not None or not peer.is_linked:
             card = self._look_up(key)
             peer = peer if card is None else self.add(card)
         if peer is None:

@@ -26,13 +26,14 @@ class RemoteTraceback(Exception):
 def describe_failure(error: BaseException, worker: WorkerInfo) -> Failure:
     """An exception as data."""
     frames = traceback.format_exception(type(error), error, error.__traceback__)
-    text = f"On {worker}:\n{error!r}\n{''.join(frames)}"
+    headline = "".join(traceback.format_exception_only(error)).strip()  # whatever its __str__ does
+    text = f"On {worker}:\n{headline}\n{''.join(frames)}"
     try:
         pickled = pickle_object(error)
         body = pickled.body if not pickled.tensors and not pickled.buffers else None
     except Exception:
         body = None
-    return f"{type(error).__qualname__}: {error}", text, body
+    return headline, text, body
 
 
 def rebuild_failure(failure: Failure, allowed: Allowed | None) -> BaseException:

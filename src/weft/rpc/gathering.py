@@ -56,9 +56,12 @@ class Gatherings:
             self._turns[crowd] += 1
         gathering = self._find(sequence_id)
         gathering.names = names
-        for name in names:
-            self._agent.introduce(self._agent.directory.find(name))  # whoever dies must be noticed
-            self._on_lost(self._agent.directory.find(name))
+        peers = [self._agent.directory.find(name) for name in sorted(names)]
+        for peer in sorted(
+            peers, key=lambda peer: peer.has_left
+        ):  # the dead are to blame before those who left
+            self._agent.introduce(peer)  # whoever dies must be noticed
+            self._on_lost(peer)
         return sequence_id, gathering
 
     def end(self, sequence_id: str) -> None:

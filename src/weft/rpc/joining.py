@@ -179,7 +179,7 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
         if secret is None:
             is_first = rank == 0 if world_size else meeting.is_first(f"{rank}-{secrets.token_hex(8)}")
             secret = meeting.share_secret(is_first)
-        look_up = _never if world_size else lambda key: _find_member(meeting, key)
+        look_up = None if world_size else lambda key: _find_member(meeting, key)
         agent = Agent(WorkerInfo(name, rank), meeting.epoch, secret, options, look_up)
         card = _make_card(agent, options)
         agent.directory.add(card)
@@ -204,10 +204,6 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
         if world_size:
             meeting.remove_secret()
         raise
-
-
-def _never(_: str | int) -> None:
-    return None
 
 
 def _find_member(meeting: Meeting, key: str | int) -> Card | None:

@@ -81,6 +81,12 @@ class Link:
                 self.socket.send_multipart(last)
                 self._ring, self._bell = self.offered, bell
 
+    def wait_read(self, secs: float) -> None:
+        """Wait until the peer has what lies in this worker's memory alone."""
+        deadline = time.monotonic() + secs
+        while self._ring is not None and self._ring.has_spilled and time.monotonic() < deadline:
+            threading.Event().wait(0.002)
+
     def close(self, linger_ms: int) -> None:
         """Close the socket; its monitor then stops too."""
         with self.lock:
@@ -111,6 +117,7 @@ class Links:
         self._mail: deque[Sequence[Part]] = deque()  # what came by zmq, and from this worker itself
         self._accepted: dict[int, RingReader] = {}
         self._readers: list[tuple[int, RingReader]] = []
+        self._readers_lock = threading.Lock()
         try:
             inbox = self._make_inbox(listen)
             self._watch = Watch(self._context, keys.public, inbox, self.put_mail, self._lose)
@@ -202,7 +209,8 @@ class Links:
             if parts is not None:
                 # The next look begins with the others, so that one peer can't crowd them out.
                 if len(self._readers) > 1:
-                    self._readers = [*self._readers[place + 1 :], *self._readers[: place + 1]]
+                    with self._readers_lock:
+                        self._readers = [*self._readers[place + 1 :], *self._readers[: place + 1]]
                 return parts
         return None
 
@@ -228,7 +236,8 @@ class Links:
 
     def read_ring(self, peer_id: int) -> None:
         """Receive from a peer's ring: all that it sent before has been received."""
-        self._readers = [*self._readers, (peer_id, self._accepted.pop(peer_id))]
+        with self._readers_lock:
+            self._readers = [*self._readers, (peer_id, self._accepted.pop(peer_id))]
 
     # The end
 
@@ -243,7 +252,8 @@ class Links:
         if link is not None:
             link.close(0)
         self._accepted.pop(peer_id, None)
-        self._readers = [(reader_id, reader) for reader_id, reader in self._readers if reader_id != peer_id]
+        with self._readers_lock:
+            self._readers = [(number, reader) for number, reader in self._readers if number != peer_id]
 
     def _lose(self, link: Link, why: str) -> None:
         is_news = not link.is_closed
@@ -257,6 +267,7 @@ class Links:
             self.is_closing = True
         for link in list(self._links.values()):
             link.flush()
+            link.wait_read(_GOODBYE_MS / 1000)
             link.close(_GOODBYE_MS if link.is_up else 0)
         self._watch.stop()
         self._context.term()

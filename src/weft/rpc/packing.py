@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from weft.errors import StateError
+from weft.rpc.failures import Failure, rebuild_failure
 from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
 from weft.rpc.tensors import Route, TensorPost
 
 _PREFIX = struct.Struct("<II")  # bytes of the index, number of the pickle's own buffers
 _NO_INDEX = _PREFIX.pack(0, 0)
+PACKED_NONE = _NO_INDEX + pickle_object(None).body
 # What weft's own messages name, whatever the user allows.
 OWN_NAMES = (
     "weft.rpc.api._broadcast_to_followers",
@@ -117,6 +119,10 @@ class Packer:
             raise
         finally:
             under_way.cargo = outer
+
+    def rebuild_failure(self, failure: Failure) -> BaseException:
+        """The exception that a peer's failure stands for; only what is allowed is built."""
+        return rebuild_failure(failure, self._allowed)
 
     def withdraw(self, packed: Packed) -> None:
         """Take back what a message lent and registered, since it is not sent."""

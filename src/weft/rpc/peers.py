@@ -20,6 +20,7 @@ class Peer:
         self.lost: str | None = None  # why it can't be reached any more
         self.has_left = False  # it said so, and is not to blame
         self.was_reached = True
+        self.is_linked = False
         self._in_flight = 0
         self._room = threading.Condition()
 

@@ -13,6 +13,7 @@ messages itself (`wait_for`).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from weft.rpc.bell import Bell
 from weft.rpc.calls import SyncCall
 
+logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 _NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be missed
 _MOMENT_SECS = 0.001
@@ -53,7 +55,7 @@ class Pool:
 
     `accept` must not wait; it is called in the order of the messages. `enter` is called first on each thread,
     `begin` when jobs begin to run after a pause: from then on `look_after` must be called until it returns
-    None. Neither a job nor `accept` may raise.
+    None. `accept` may not raise.
     """
 
     def __init__(
@@ -119,7 +121,10 @@ class Pool:
             job = self._next_job()
             if job is None:
                 return
-            job()
+            try:
+                job()
+            except BaseException:
+                logger.exception("weft.rpc: a job failed; nobody was told")
             del job  # what it holds must not live until the next one comes
             with self._lock:
                 self._num_busy -= 1
@@ -252,12 +257,16 @@ class Pool:
                 job = None if message is None else self._accept(message)
                 del message
             if job is not None:
-                with self._lock:
-                    self._num_busy += 1
-                    self._backlog.append(job)
-                    is_anyone_awake = self._num_awake > 0
-                if not is_anyone_awake:
-                    self._ear.bell.wake()
+                self.submit(job)
+
+    def submit(self, job: Job) -> None:
+        """Have a job done on the pool."""
+        with self._lock:
+            self._num_busy += 1
+            self._backlog.append(job)
+            is_anyone_awake = self._num_awake > 0
+        if not is_anyone_awake:
+            self._ear.bell.wake()
 
     def join(self, timeout_secs: float) -> None:
         """Wait until the threads have ended, all but the caller's own. The ear must be closing."""

@@ -40,9 +40,8 @@ def find_agent() -> Agent | None:
     mine = _mine.agent
     if mine is not None and not mine.is_ended:
         return mine
-    if len(_agents) == 1:
-        return _agents[0]
-    return None
+    # Threads that a worker's program started use its agent; a rank has its own, or none.
+    return _agents[0] if len(_agents) == 1 and not _mine.is_rank else None
 
 
 def set_rank_thread() -> None:

@@ -17,6 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
+from weft.errors import PeerError, StateError
 from weft.local import kernel
 from weft.local.segment import Segment, SegmentName, open_segment, own_segment
 
@@ -43,6 +44,11 @@ class RingWriter:
         self._data = memoryview(self._segment.memory)[_START : _START + RING_BYTES]
         self._tail = 0
         self._spilled: deque[tuple[int, Segment]] = deque()
+
+    @property
+    def has_spilled(self) -> bool:
+        """Whether a message lies outside of the ring, in memory that goes with this end."""
+        return bool(self._spilled) and self._spilled[-1][0] > self._words[_HEAD]
 
     def write(self, parts: Sequence[Part]) -> bool:
         """Put a message in; False when there is no room."""
@@ -75,7 +81,8 @@ class RingWriter:
         self._words[_TAIL] = self._tail
 
     def _spill(self, parts: Sequence[Part], lengths: list[int], num_bytes: int) -> bool:
-        while self._spilled and self._spilled[0][0] <= self._words[_HEAD]:
+        # The reader opens a segment just after it has moved past its entry: the last one read is kept.
+        while len(self._spilled) > 1 and self._spilled[1][0] <= self._words[_HEAD]:
             self._spilled.popleft()
         entry_bytes = 8 + _SPILL_NAME.size
         at = self._reserve(entry_bytes)
@@ -116,10 +123,12 @@ class RingReader:
             return self.read()
         if num_parts == _SPILL:
             *name, num_bytes = _SPILL_NAME.unpack_from(self._data, at + 8)
-            segment = open_segment(SegmentName(*name), self._peer_id)
-            parts, _ = _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)
             self._move(_aligned(8 + _SPILL_NAME.size))
-            return parts
+            try:
+                segment = open_segment(SegmentName(*name), self._peer_id)
+            except (PeerError, StateError, OSError):
+                return self.read()  # the writer is gone, and with it what it had not handed over
+            return _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)[0]
         parts, num_bytes = _get(self._data, at, is_copied=True)
         self._move(_aligned(num_bytes))
         return parts

@@ -33,17 +33,25 @@ Fork = tuple[int, tuple[int, int], tuple[int, int], int]
 
 
 class RRefBook:
-    """The RRefs of one worker. `tell(worker_id, notice)` sends a notice to another one, or drops it if that
-    is dead.
+    """The RRefs of one worker, whose ids begin with `first_id`.
+
+    `tell(worker_id, notice)` sends a notice to another worker, or drops it if that is gone. `let_go(things)`
+    drops values and RRefs where their finalizers, which are users' code, may wait.
     """
 
     def __init__(
-        self, own_id: int, tell: Callable[[int, tuple[Any, ...]], None], is_lost: Callable[[int], bool]
+        self,
+        own_id: int,
+        first_id: int,
+        tell: Callable[[int, tuple[Any, ...]], None],
+        is_lost: Callable[[int], bool],
+        let_go: Callable[[list[Any]], None],
     ) -> None:
         self._own_id = own_id
         self._tell = tell
         self._is_lost = is_lost
-        self._ids = itertools.count()
+        self._let_go = let_go
+        self._ids = itertools.count(first_id)
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
@@ -168,7 +176,10 @@ class RRefBook:
             self._tell(sender_id, ("accept", fork_id))
 
     def _unpin(self, fork_id: GlobalId) -> None:
-        self._pins.pop(fork_id, None)
+        with self._lock:
+            pin = self._pins.pop(fork_id, None)
+        if pin is not None:
+            self._let_go([pin])
 
     # RRefs that this worker uses
 
@@ -193,7 +204,7 @@ class RRefBook:
 
     def on_drop(self, sender_id: int, gone: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
         """RRefs of a holder are gone."""
-        released: list[OwnedValue] = []  # the values may go with it: not under the lock
+        released: list[Any] = []
         with self._lock:
             for rref_id, fork_id in gone:
                 owned = self._owned.get(GlobalId(*rref_id))
@@ -201,6 +212,7 @@ class RRefBook:
                     released.append(owned)
                     if not owned.holders:
                         del self._owned[owned.id]
+        self._let_go(released)
 
     def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """A worker has an RRef to a value of this one, from a third."""
@@ -240,6 +252,7 @@ class RRefBook:
                 owned.holders = {fork: holder for fork, holder in owned.holders.items() if holder != peer_id}
                 if not owned.holders:
                     del self._owned[owned.id]
+        self._let_go([*pinned, *released])
         del pinned, released
         for owned in promised:
             if owned.id.created_on == peer_id:

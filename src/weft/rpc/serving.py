@@ -20,6 +20,7 @@ from weft.rpc.functions import is_async
 from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
 from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import Packed
+from weft.rpc.peers import Peer
 from weft.rpc.wire import Kind, Message, WireError, decode_message, encode_message
 from weft.rpc.workers import Card
 
@@ -52,11 +53,10 @@ class Server:
             if message.epoch != agent.epoch:
                 raise WireError("it belongs to another group of workers")
             if message.kind is Kind.CALL:
-                self._check_sender(message)
-                return lambda: self._serve_call(message)
+                sender = self._check_sender(message)
+                return lambda: self._serve_call(message, sender)
             if message.kind is Kind.REMOTE:
-                self._check_sender(message)
-                return self._accept_remote(message)
+                return self._accept_remote(message, self._check_sender(message))
             if message.kind is Kind.CONTROL:
                 return self._accept_notice(message)
             call = agent.take(message.call_id)
@@ -66,8 +66,8 @@ class Server:
             logger.exception("weft.rpc on %s: a message was not understood and is dropped", agent.info)
             return None
 
-    def _check_sender(self, message: Message) -> None:
-        """Raise for a message of a worker that has not introduced itself, or that was given up."""
+    def _check_sender(self, message: Message) -> Peer:
+        """Who sent a message. Answers go to this worker, not to one that took its place meanwhile."""
         peer = self._agent.peers.get(message.sender)
         if peer is None:
             raise StateError(f"a message of worker {message.sender}, which has not introduced itself")
@@ -76,14 +76,13 @@ class Server:
             self._told.add(message.sender)
             notice = Message(Kind.CONTROL, self._agent.info.id, 0, self._agent.epoch, write_notice(("lost",)))
             self._agent.links.send_last(self._agent.directory.address_of(peer), encode_message(notice))
+        return peer
 
     # Notices
 
     def _accept_notice(self, message: Message) -> Job | None:
         agent, sender_id = self._agent, message.sender
         name, *arguments = read_notice(message.body)
-        if name == "job":
-            return agent.take_job(message.call_id)
         if name == "hello":
             card, ring = arguments
             peer = agent.directory.add(Card.decode(card))
@@ -96,8 +95,7 @@ class Server:
         elif name == "to ring":
             agent.links.read_ring(sender_id)
         elif name == "fetch":
-            self._check_sender(message)
-            return self._accept_fetch(message, GlobalId(*arguments[0]))
+            return self._accept_fetch(message, self._check_sender(message), GlobalId(*arguments[0]))
         elif name == "bye":
             (failure,) = arguments
             why = "it has shut down (rpc.shutdown)" if failure is None else str(failure)
@@ -109,46 +107,45 @@ class Server:
             self._notices[name](sender_id, *ids)
         return None
 
-    def _accept_fetch(self, message: Message, rref_id: GlobalId) -> Job | None:
+    def _accept_fetch(self, message: Message, sender: Peer, rref_id: GlobalId) -> Job | None:
         owned = self._agent.book.find(rref_id)
         if owned is None:
             error = StateError(
                 f"OwnerRRef({rref_id}) is not there any more: {self._agent.info} has dropped it."
             )
-            return lambda: self._reply_failure(message, error)
+            return lambda: self._reply_failure(message, sender, error)
 
         def reply() -> None:
             if owned.error is not None:
-                self._reply_failure(message, owned.error)
+                self._reply_failure(message, sender, owned.error)
             else:
-                self._reply(message, owned.value)
+                self._reply(message, sender, owned.value)
 
         if owned.is_set:
             return reply
         # Its own job then: the thread that sets the value has an answer of its own to give.
-        owned.when_set(lambda: self._agent.run_soon(reply))
+        owned.when_set(lambda: self._agent.pool.submit(reply))
         return None
 
     # Calls
 
-    def _serve_call(self, message: Message) -> None:
+    def _serve_call(self, message: Message, sender: Peer) -> None:
         try:
-            result, future = self._run(message, message.body)
+            result, future = self._run(message, message.body, sender)
         except BaseException as error:
-            self._reply_failure(message, error)
+            self._reply_failure(message, sender, error)
             return
         if future is None:
-            self._reply(message, result)
+            self._reply(message, sender, result)
         else:
-            future.add_done_callback(lambda done: self._reply_future(message, done))
+            future.add_done_callback(lambda done: self._reply_future(message, sender, done))
 
     def _run(
-        self, message: Message, body: bytes | memoryview
+        self, message: Message, body: bytes | memoryview, sender: Peer
     ) -> tuple[Any, torch.futures.Future[Any] | None]:
         """Run what a message asks for: its result, or the future of it."""
-        peer = self._agent.peers[message.sender]
         packer = self._agent.packer
-        payload = cast(Payload, packer.unpack(body, message.buffers, peer.replying, self._settle))
+        payload = cast(Payload, packer.unpack(body, message.buffers, sender.replying, self._settle))
         function, args, kwargs = payload
         result = function(*args, **kwargs)
         if not is_async(function):
@@ -166,29 +163,30 @@ class Server:
         with self._agent.pool.blocking():
             self._agent.book.wait_confirmed(rrefs)
 
-    def _accept_remote(self, message: Message) -> Job:
+    def _accept_remote(self, message: Message, sender: Peer) -> Job:
         # The value is on the books before its maker runs: what comes next may already ask for it.
         rref_id, fork_id = (
             GlobalId(message.sender, number) for number in REMOTE_IDS.unpack_from(message.body)
         )
         is_own = message.sender == self._agent.info.id
         owned = self._agent.book.create(rref_id, None if is_own else fork_id, message.sender)
-        return lambda: self._serve_remote(message, owned)
+        return lambda: self._serve_remote(message, sender, owned)
 
-    def _serve_remote(self, message: Message, owned: OwnedValue) -> None:
+    def _serve_remote(self, message: Message, sender: Peer, owned: OwnedValue) -> None:
         try:
-            result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :])
+            result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :], sender)
         except BaseException as error:
-            self._finish_remote(message, owned, None, error)
+            self._finish_remote(message, sender, owned, (None, error))
             return
         if future is None:
-            self._finish_remote(message, owned, result, None)
+            self._finish_remote(message, sender, owned, (result, None))
         else:
-            future.add_done_callback(lambda done: self._finish_remote(message, owned, *_outcome(done)))
+            future.add_done_callback(lambda done: self._finish_remote(message, sender, owned, _outcome(done)))
 
     def _finish_remote(
-        self, message: Message, owned: OwnedValue, value: Any, error: BaseException | None
+        self, message: Message, sender: Peer, owned: OwnedValue, outcome: tuple[Any, BaseException | None]
     ) -> None:
+        value, error = outcome
         if error is not None:
             self._log(error)
         elif isinstance(value, torch._C.Future):
@@ -198,43 +196,44 @@ class Server:
             )
         owned.set(value, error)
         self._agent.book.release_unheld(owned)
-        self._reply(message, None)
+        self._reply(message, sender, None)
 
     # Answers
 
-    def _reply_future(self, message: Message, future: torch.futures.Future[Any]) -> None:
+    def _reply_future(self, message: Message, sender: Peer, future: torch.futures.Future[Any]) -> None:
         value, error = _outcome(future)
         if error is not None:
-            self._reply_failure(message, error)
+            self._reply_failure(message, sender, error)
         else:
-            self._reply(message, value)
+            self._reply(message, sender, value)
 
-    def _reply(self, message: Message, value: Any) -> None:
+    def _reply(self, message: Message, sender: Peer, value: Any) -> None:
         try:
-            packed = self._agent.packer.pack(value, self._agent.peers[message.sender].replying)
+            packed = self._agent.packer.pack(value, sender.replying)
         except BaseException as error:
-            self._reply_failure(message, error)
+            self._reply_failure(message, sender, error)
             return
-        self._send(message, Kind.RESULT, packed)
+        self._send(message, sender, Kind.RESULT, packed)
 
-    def _reply_failure(self, message: Message, error: BaseException) -> None:
+    def _reply_failure(self, message: Message, sender: Peer, error: BaseException) -> None:
         self._log(error)
         failure = describe_failure(error, self._agent.info)
         self._send(
             message,
+            sender,
             Kind.FAILURE,
-            self._agent.packer.pack(failure, self._agent.peers[message.sender].replying),
+            self._agent.packer.pack(failure, sender.replying),
         )
 
     def _log(self, error: BaseException) -> None:
         # The caller hears of it too; but nobody may be waiting for its answer.
         text = "".join(traceback.format_exception(error))
-        logger.warning("weft.rpc: a call failed on %s:\n%r\n%s", self._agent.info, error, text)
+        logger.warning("weft.rpc: a call failed on %s:\n%s", self._agent.info, text)
 
-    def _send(self, message: Message, kind: Kind, packed: Packed) -> None:
+    def _send(self, message: Message, sender: Peer, kind: Kind, packed: Packed) -> None:
         agent = self._agent
         try:
-            agent.send(agent.peers[message.sender], kind, message.call_id, packed.body, packed.buffers)
+            agent.send(sender, kind, message.call_id, packed.body, packed.buffers)
         except Exception:
             # It is gone, or this worker ends: nobody is there to be told.
             agent.packer.withdraw(packed)
