@@ -151,7 +151,6 @@ class RankChild:
     def _fail(self, exception: BaseException) -> None:
         """Tell the peers and the launcher. Keeps nothing: the exception's frames hold the user's tensors."""
         failure = exception_failure(self._rank, exception, time.monotonic())
-        end_worker(failure.headline)
         abort_groups(failure.headline)
         self._send(
             Failed(
@@ -162,6 +161,7 @@ class RankChild:
                 at_secs=failure.at_secs,
             )
         )
+        end_worker(failure.headline)
 
     def _linger(self) -> None:
         """Wait for Finish, which is all that can come now, or for the end of patience."""

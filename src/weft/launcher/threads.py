@@ -158,11 +158,11 @@ class ThreadRun:
 
     def _fail(self, rank: int, exception: BaseException) -> None:
         failure = exception_failure(rank, exception, time.monotonic())
-        end_worker(failure.headline)
         abort_groups(failure.headline)
         with self._changed:
             self._failures[rank] = failure
             self._changed.notify_all()
+        end_worker(failure.headline)
         with suppress(Exception):  # the groups were aborted; what led to that is what is reported
             destroy_groups()
 

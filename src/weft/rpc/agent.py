@@ -106,17 +106,17 @@ class Agent:
 
     def introduce(self, peer: Peer) -> None:
         """Open the link to a peer, if there is none, and say there who this worker is."""
-        if self.links.is_open(peer.info.id) or peer.lost is not None:
+        if peer.is_linked:
             return
         with self._introducing:
-            if self.links.is_open(peer.info.id):
+            if peer.is_linked or peer.lost is not None:
                 return
             self.links.open(peer.info.id, self.directory.address_of(peer))
-            peer.is_linked = True
             ring = tuple(self.links.offer_ring(peer.info.id)) if peer.calling.is_same_host else None
             self._send(
                 peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode(), ring))
             )
+            peer.is_linked = True  # from now on others may send
 
     def use_ring(self, peer: Peer) -> None:
         """Go on through shared memory: the peer has opened the ring that this worker offered."""
@@ -181,8 +181,14 @@ class Agent:
 
     def _answer(self, call: Call, answer: Answer) -> None:
         job = call.answer(answer)
-        if job is not None:
+        if job is not None and self.is_ended:
+            job()  # there is no pool any more
+        elif job is not None:
             self.pool.submit(job)
+
+    def ended_error(self) -> StateError:
+        """What a caller sees whose own worker ends."""
+        return StateError(f"RPC was shut down on worker '{self.info.name}' while this call had no answer.")
 
     def open_answer(self, answer: Answer) -> Any:
         """What an answer holds: a value to return, or an exception to raise."""
@@ -306,11 +312,9 @@ class Agent:
         self.is_ended = True
         registry.remove(self)
         self.links.stop()
-        ended = StateError(f"RPC was shut down on worker '{self.info.name}' while this call had no answer.")
         for call in self.calls.take_all(lambda call: True):
-            job = call.answer(ended)
-            if job is not None:
-                job()
+            self._answer(call, self.ended_error())
         self.pool.join(_JOIN_SECS)
+        self.pool.finish_backlog()
         self.links.close()
         self.post.close()

@@ -202,27 +202,31 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     the same. Otherwise end now: calls that have no answer fail, here and on the others.
     """
     agent = registry.current_agent()
+    if graceful and agent.pool.is_worker:
+        raise StateError("shutdown: a handler can't wait for its own end. Use graceful=False there.")
     try:
         if graceful and agent.is_static:
+            deadline = time.monotonic() + timeout if timeout else None
             _wait_all_workers(timeout)
-            _settle(agent, timeout)
+            _settle(agent, deadline)
             _delete_all_user_and_unforked_owner_rrefs()
             _check_leaks(agent)
-            _wait_idle(agent, timeout)  # answers to the last gathering are on their way
+            _wait_idle(agent, deadline)  # answers to the last gathering are on their way
         elif graceful:
-            _wait_idle(agent, timeout)
+            _wait_idle(agent, time.monotonic() + timeout if timeout else None)
     finally:
         agent.end()
 
 
-def _settle(agent: Agent, timeout: float) -> None:
+def _settle(agent: Agent, deadline: float | None) -> None:
     """Wait until no worker has anything to do. Two looks that find nothing, with nothing begun between, prove
     it.
     """
     before: list[int] | None = None
     while True:
-        _wait_idle(agent, timeout)
-        states = _all_gather((agent.is_idle, agent.calls.num_started_by_users), timeout=timeout)
+        _wait_idle(agent, deadline)
+        left_secs = 0.0 if deadline is None else max(0.001, deadline - time.monotonic())
+        states = _all_gather((agent.is_idle, agent.calls.num_started_by_users), timeout=left_secs)
         begun = [states[name][1] for name in sorted(states)]
         if all(is_idle for is_idle, _ in states.values()):
             if begun == before:
@@ -232,14 +236,13 @@ def _settle(agent: Agent, timeout: float) -> None:
             before = None
 
 
-def _wait_idle(agent: Agent, timeout: float) -> None:
-    deadline = time.monotonic() + timeout if timeout else float("inf")
+def _wait_idle(agent: Agent, deadline: float | None) -> None:
     pause_secs = 0.0005
     while not agent.is_idle:
-        if time.monotonic() > deadline:
+        if deadline is not None and time.monotonic() > deadline:
             raise PeerTimeoutError(
-                f"shutdown: calls were still unfinished on worker '{agent.info.name}' after {timeout:g} "
-                f"seconds: {agent.describe_open()}."
+                f"shutdown: calls were still unfinished on worker '{agent.info.name}' when its timeout was "
+                f"over: {agent.describe_open()}."
             )
         _polling.wait(pause_secs)
         pause_secs = min(0.02, pause_secs * 2)

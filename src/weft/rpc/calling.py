@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +106,8 @@ class Caller:
 
     def _enter(self, peer: Peer, call: Call) -> None:
         if not call.is_internal:
-            peer.enter(self._agent.options.max_in_flight, call.timeout_secs, call.what)
+            limit, blocking = self._agent.options.max_in_flight, self._agent.pool.blocking
+            peer.enter(limit, call.timeout_secs, call.what, blocking)
 
     def _launch(self, peer: Peer, call: Call, kind: Kind, payload: tuple[Any, ...], ids: bytes = b"") -> None:
         """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
@@ -119,8 +119,12 @@ class Caller:
                 peer.leave()
             raise
         body = ids + packed.body if ids else packed.body
-        if not self._post_call(peer, call, kind, body, packed.buffers):
-            self._agent.packer.withdraw(packed)
+        is_sent = False
+        try:
+            is_sent = self._post_call(peer, call, kind, body, packed.buffers)
+        finally:
+            if not is_sent:
+                self._agent.packer.withdraw(packed)
 
     def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
         """Send a call that is packed; False when it was answered with an error instead."""
@@ -128,11 +132,16 @@ class Caller:
         try:
             # The peer may be found dead at any time: from now on that answers the call.
             self._agent.send(peer, kind, call.id, body, buffers)
-        except PeerError:
-            self._agent.give_answer(call.id, peer.gone_error(call.what) if peer.lost else sys.exc_info()[1])
+        except PeerError as error:
+            self._agent.give_answer(call.id, peer.gone_error(call.what) if peer.lost else error)
             return False
+        except BaseException:
+            self._agent.take(call.id)
+            raise
         if peer.lost is not None:
             self._agent.give_answer(call.id, peer.lost_error(call.what))
+        if self._agent.is_ended:
+            self._agent.give_answer(call.id, self._agent.ended_error())
         if call.deadline is not None:
             self._agent.clock.note(call.deadline)
         return True

@@ -150,6 +150,8 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.F
 
     for future in futures:
         future.add_done_callback(count)
+    if not futures:
+        collected.set_result([])
     return collected
 
 

@@ -40,6 +40,7 @@ from weft.rpc.workers import (
 
 Store = Any  # torch.distributed.Store, which is not declared as exported
 _LONGEST_WAIT_SECS = 24 * 3600.0
+_SECRET_KEY = "secret"  # among the members of a dynamic group, whose other keys are ids
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -65,18 +66,31 @@ class Meeting:
 
     # The secret
 
-    def share_secret(self, is_first: bool) -> bytes:
-        """The secret of workers of one host that were given none. The first one makes it."""
-        if is_first:
+    def share_secret(self, rank: int) -> bytes:
+        """The secret of a static group on one host that was given none. Rank 0 makes it."""
+        if rank == 0:
             secret = make_secret()
             self._secret_file = write_secret_file(secret)
             self._corner.set("secret", self._secret_file)
             return secret
         return read_secret_file(self._wait_for("secret", "the first worker (rank 0)").decode())
 
-    def is_first(self, token: str) -> bool:
-        """Whether this worker is the first of a dynamic group."""
-        return _agree(self._corner, "first", token) == token
+    def find_secret(self) -> bytes:
+        """The same for a dynamic group: whoever finds none makes it. The last one to leave removes it."""
+        while True:
+            before = _agree(self._corner, "members", "{}")
+            members = json.loads(before)
+            if _SECRET_KEY in members:
+                try:
+                    return read_secret_file(members[_SECRET_KEY])
+                except ConfigError:
+                    if any(is_listening(card) for card in _cards(members)):
+                        raise
+            secret = make_secret()
+            self._secret_file = write_secret_file(secret)
+            if self._replace(before, {**members, _SECRET_KEY: self._secret_file}):
+                return secret
+            self.remove_secret()
 
     def remove_secret(self) -> None:
         """Remove the file with the secret, once everyone has read it."""
@@ -111,17 +125,13 @@ class Meeting:
 
     def members(self) -> list[Card]:
         """The cards of those who are there."""
-        return [Card.decode(text.encode()) for text in self._read_members().values()]
-
-    def _read_members(self) -> dict[str, str]:
-        return json.loads(_agree(self._corner, "members", "{}"))
+        return _cards(json.loads(_agree(self._corner, "members", "{}")))
 
     def join(self, card: Card) -> list[Card]:
         """Join the members; those who were there before."""
 
         def add(members: dict[str, str]) -> dict[str, str]:
-            known = [Card.decode(text.encode()) for text in members.values()]
-            rivals = [other for other in known if other.id == card.id or other.name == card.name]
+            rivals = [other for other in _cards(members) if other.id == card.id or other.name == card.name]
             # One that died could not leave: nobody listens where it did.
             alive = [other for other in rivals if is_listening(other)]
             check_distinct([*alive, card])
@@ -133,23 +143,36 @@ class Meeting:
             members = {key: text for key, text in members.items() if key not in gone}
             return {**members, str(card.id): card.encode().decode()}
 
-        before = self._change_members(add)
-        return [Card.decode(text.encode()) for text in before.values()]
+        return _cards(self._change_members(add))
 
     def leave(self, worker_id: int) -> None:
         """Leave the members."""
-        before = self._change_members(
-            lambda members: {key: text for key, text in members.items() if key != str(worker_id)}
-        )
-        if set(before) <= {str(worker_id)}:
-            self.remove_secret()
+
+        def remove(members: dict[str, str]) -> dict[str, str]:
+            left = {key: text for key, text in members.items() if key != str(worker_id)}
+            return left if _cards(left) else {}
+
+        before = self._change_members(remove)
+        if _SECRET_KEY in before and not _cards(remove(before)):
+            self._secret_file = before[_SECRET_KEY]
+            with suppress(ConfigError):
+                read_secret_file(self._secret_file)  # it is one of ours, whatever the store says
+                self.remove_secret()
 
     def _change_members(self, change: Callable[[dict[str, str]], dict[str, str]]) -> dict[str, str]:
+        """Change the members as nobody else does at the same time; what they were before."""
         while True:
             before = _agree(self._corner, "members", "{}")
-            after = json.dumps(change(json.loads(before)))
-            if before == after or _text(self._corner.compare_set("members", before, after)) == after:
+            if self._replace(before, change(json.loads(before))):
                 return json.loads(before)
+
+    def _replace(self, before: str, members: dict[str, str]) -> bool:
+        after = json.dumps(members)
+        return before == after or _text(self._corner.compare_set("members", before, after)) == after
+
+
+def _cards(members: dict[str, str]) -> list[Card]:
+    return [Card.decode(text.encode()) for key, text in members.items() if key != _SECRET_KEY]
 
 
 def _agree(store: Store, key: str, proposal: str) -> str:
@@ -177,12 +200,11 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
     try:
         secret = options.secret
         if secret is None:
-            is_first = rank == 0 if world_size else meeting.is_first(f"{rank}-{secrets.token_hex(8)}")
-            secret = meeting.share_secret(is_first)
+            secret = meeting.share_secret(rank) if world_size else meeting.find_secret()
         look_up = None if world_size else lambda key: _find_member(meeting, key)
         agent = Agent(WorkerInfo(name, rank), meeting.epoch, secret, options, look_up)
         card = _make_card(agent, options)
-        agent.directory.add(card)
+        agent.directory.add(card).is_linked = True  # to itself
         if world_size:
             meeting.publish(card)
             cards = meeting.read_all(world_size)

@@ -152,7 +152,13 @@ class Links:
             socket = self._make_socket(address)
             link = Link(peer_id, socket)
             self._watch.add(link)
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                link.close(0)
+                raise PeerError(
+                    f"worker {peer_id} can't be reached at {address!r} ({error}).", [peer_id]
+                ) from error
             self._links[peer_id] = link
 
     def _make_socket(self, address: str) -> zmq.Socket[bytes]:

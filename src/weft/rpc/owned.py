@@ -29,12 +29,13 @@ class OwnedValue:
     `holders` are the RRefs that other workers have, and who has each; RRefBook alone changes it.
     """
 
-    __slots__ = ("_callbacks", "error", "holders", "id", "is_promised", "is_set", "value")
+    __slots__ = ("_callbacks", "error", "holders", "id", "is_set", "promised_by", "value")
 
     def __init__(self, rref_id: GlobalId) -> None:
         self.id = rref_id
         self.holders: dict[GlobalId, int] = {}
-        self.is_promised = False  # somebody has an RRef to it, and the call that makes it has not come yet
+        # Who sent an RRef to it, while the call that makes it has not come yet.
+        self.promised_by: int | None = None
         self.is_set = False
         self.value: Any = None
         self.error: BaseException | None = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.rpc.tensors import Route
 from weft.rpc.workers import Card, WorkerInfo
+
+Blocking = Callable[[], AbstractContextManager[None]]
 
 
 class Peer:
@@ -20,7 +24,8 @@ class Peer:
         self.lost: str | None = None  # why it can't be reached any more
         self.has_left = False  # it said so, and is not to blame
         self.was_reached = True
-        self.is_linked = False
+        self.is_linked = False  # that it was opened, once
+        self.was_told = False  # that this worker has given it up
         self._in_flight = 0
         self._room = threading.Condition()
 
@@ -51,13 +56,14 @@ class Peer:
             [self.info.id],
         )
 
-    def enter(self, limit: int, timeout_secs: float, what: str) -> None:
+    def enter(self, limit: int, timeout_secs: float, what: str, blocking: Blocking) -> None:
         """Count a call in; waits while `limit` calls have no answer. Raises when none comes in time."""
         with self._room:
             if self._in_flight >= limit and self.lost is None:
-                is_room = self._room.wait_for(
-                    lambda: self._in_flight < limit or self.lost is not None, timeout_secs or None
-                )
+                with blocking():
+                    is_room = self._room.wait_for(
+                        lambda: self._in_flight < limit or self.lost is not None, timeout_secs or None
+                    )
                 if not is_room:
                     raise PeerTimeoutError(
                         f"RPC ran for more than set timeout ({timeout_secs * 1000:g} ms) and will now be "

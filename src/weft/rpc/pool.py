@@ -167,11 +167,11 @@ class Pool:
             if job is not None:
                 with self._lock:
                     self._num_busy += 1
-                    if self._may_work():
+                    self._backlog.append(job)  # behind those that wait already
+                    job = self._backlog.popleft() if self._may_work() else None
+                    if job is not None:
                         self._num_free -= 1
                         break
-                    self._backlog.append(job)
-                del job
         if not self._is_looked_after:
             self._is_looked_after = True
             self._begin()
@@ -191,7 +191,9 @@ class Pool:
             self._last_look = (now, self._num_done)
         elif now - last_secs > _QUIET_SECS:
             self._is_looked_after = False
-            return None
+            if not self._num_busy:  # a job that began just now took the flag for set
+                return None
+            self._is_looked_after = True
         if self._num_done == num_done and (self._backlog or self._ear.has_mail()):
             self._ear.bell.wake()
         return now + _MOMENT_SECS
@@ -241,7 +243,7 @@ class Pool:
         bell = self._ear.bell
         while True:
             signal = bell.caller_signal()
-            self._take_for_others()
+            self._take_for_others(call)
             if call.reply is not None:
                 return True
             left_secs = call.left_secs()
@@ -249,9 +251,9 @@ class Pool:
                 return call.wait()
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
 
-    def _take_for_others(self) -> None:
-        """Take all messages; leave the jobs to the pool."""
-        while self._ear.has_mail():
+    def _take_for_others(self, call: SyncCall) -> None:
+        """Take messages until the answer has come; leave the jobs to the pool."""
+        while call.reply is None and self._ear.has_mail() and call.left_secs() > 0:
             with self._taking:
                 message = self._ear.take()
                 job = None if message is None else self._accept(message)
@@ -267,6 +269,19 @@ class Pool:
             is_anyone_awake = self._num_awake > 0
         if not is_anyone_awake:
             self._ear.bell.wake()
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether the calling thread is one of the pool's."""
+        return self._mine.is_worker
+
+    def finish_backlog(self) -> None:
+        """Do on this thread what the pool left undone when it ended: somebody may wait for it."""
+        while self._backlog:
+            try:
+                self._backlog.popleft()()
+            except Exception:
+                logger.debug("weft.rpc: a job failed after the end", exc_info=True)
 
     def join(self, timeout_secs: float) -> None:
         """Wait until the threads have ended, all but the caller's own. The ear must be closing."""

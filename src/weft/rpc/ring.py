@@ -52,6 +52,8 @@ class RingWriter:
 
     def write(self, parts: Sequence[Part]) -> bool:
         """Put a message in; False when there is no room."""
+        if self._spilled:
+            self._forget_read()
         lengths = [len(part) for part in parts]
         num_bytes = 8 + 8 * len(lengths) + sum(lengths)
         if num_bytes > RING_BYTES // 4:
@@ -80,10 +82,11 @@ class RingWriter:
         kernel.fence()  # the entry is there before the tail says so
         self._words[_TAIL] = self._tail
 
-    def _spill(self, parts: Sequence[Part], lengths: list[int], num_bytes: int) -> bool:
-        # The reader opens a segment just after it has moved past its entry: the last one read is kept.
-        while len(self._spilled) > 1 and self._spilled[1][0] <= self._words[_HEAD]:
+    def _forget_read(self) -> None:
+        while self._spilled and self._spilled[0][0] <= self._words[_HEAD]:
             self._spilled.popleft()
+
+    def _spill(self, parts: Sequence[Part], lengths: list[int], num_bytes: int) -> bool:
         entry_bytes = 8 + _SPILL_NAME.size
         at = self._reserve(entry_bytes)
         if at is None:
@@ -123,11 +126,13 @@ class RingReader:
             return self.read()
         if num_parts == _SPILL:
             *name, num_bytes = _SPILL_NAME.unpack_from(self._data, at + 8)
-            self._move(_aligned(8 + _SPILL_NAME.size))
             try:
                 segment = open_segment(SegmentName(*name), self._peer_id)
             except (PeerError, StateError, OSError):
-                return self.read()  # the writer is gone, and with it what it had not handed over
+                segment = None  # the writer is gone, and with it what it had not handed over
+            self._move(_aligned(8 + _SPILL_NAME.size))
+            if segment is None:
+                return self.read()
             return _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)[0]
         parts, num_bytes = _get(self._data, at, is_copied=True)
         self._move(_aligned(num_bytes))

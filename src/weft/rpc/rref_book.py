@@ -69,21 +69,21 @@ class RRefBook:
         """Own a value that is to be made, for a holder; it is kept for itself where there is no fork."""
         with self._lock:
             owned = self._owned.setdefault(rref_id, OwnedValue(rref_id))
-            owned.is_promised = False
+            owned.promised_by = None
             if fork_id is not None:
                 owned.holders[fork_id] = holder_id
             return owned
 
-    def _find_or_promise(self, rref_id: GlobalId) -> OwnedValue | None:
-        """A value of this worker's; None when it is gone. The lock is held.
+    def _find_or_promise(self, rref_id: GlobalId, sender_id: int) -> OwnedValue | None:
+        """A value of this worker's that a worker sent an RRef to; None when it is gone. The lock is held.
 
         The call that makes it comes from its creator; an RRef to it may come from a third worker, and be
-        faster.
+        faster. While that worker lives it holds the value, or the promise of it.
         """
         owned = self._owned.get(rref_id)
-        if owned is None and rref_id.created_on != self._own_id and not self._is_lost(rref_id.created_on):
+        if owned is None and rref_id.created_on != self._own_id and not self._is_lost(sender_id):
             owned = self._owned[rref_id] = OwnedValue(rref_id)
-            owned.is_promised = True
+            owned.promised_by = sender_id
         return owned
 
     def find(self, rref_id: GlobalId) -> OwnedValue | None:
@@ -131,7 +131,9 @@ class RRefBook:
         if owner_id == self._own_id:
             with self._lock:
                 pin = self._pins.get(GlobalId(*fork_id)) if sender_id == self._own_id else None
-                owned = pin[0].owned if pin is not None else self._find_or_promise(GlobalId(*rref_id))
+                owned = (
+                    pin[0].owned if pin is not None else self._find_or_promise(GlobalId(*rref_id), sender_id)
+                )
             if owned is None:
                 raise PeerError(
                     f"OwnerRRef({GlobalId(*rref_id)}): the value is gone: worker {sender_id}, which sent it "
@@ -151,7 +153,9 @@ class RRefBook:
         if owner_id != sender_id:
             self._unconfirmed[GlobalId(*fork_id)] = (owner_id, sender_id, weakref.ref(rref))
             cargo.unconfirmed.append(rref)
-            self._tell(owner_id, ("fork", rref_id, fork_id))
+            self._tell(owner_id, ("fork", rref_id, fork_id, sender_id))
+            if self._is_lost(owner_id):
+                self._fail_unconfirmed(owner_id)
 
     def wait_confirmed(self, rrefs: Sequence[RRef[Any]]) -> None:
         """Wait until the owners know of these RRefs, or are gone."""
@@ -214,10 +218,10 @@ class RRefBook:
                         del self._owned[owned.id]
         self._let_go(released)
 
-    def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
+    def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId, parent_id: int) -> None:
         """A worker has an RRef to a value of this one, from a third."""
         with self._lock:
-            owned = self._find_or_promise(rref_id)
+            owned = self._find_or_promise(rref_id, parent_id)
             if owned is not None:
                 owned.holders[fork_id] = sender_id
         self._tell(sender_id, ("forked", fork_id, owned is not None))
@@ -244,7 +248,11 @@ class RRefBook:
     def on_lost(self, peer_id: int) -> None:
         """A worker is gone, with all that it held."""
         with self._lock:
-            promised = [owned for owned in self._owned.values() if owned.is_promised]
+            promised = [
+                owned
+                for owned in self._owned.values()
+                if owned.promised_by is not None and peer_id in (owned.promised_by, owned.id.created_on)
+            ]
             dead = [pin for pin, (_, dest_id) in self._pins.items() if dest_id == peer_id]
             pinned = [self._pins.pop(fork_id) for fork_id in dead]
             released = [owned for owned in self._owned.values() if peer_id in owned.holders.values()]
@@ -255,14 +263,17 @@ class RRefBook:
         self._let_go([*pinned, *released])
         del pinned, released
         for owned in promised:
-            if owned.id.created_on == peer_id:
-                why = f"worker {peer_id}, which was to have it made, died before it did."
-                owned.set(error=PeerError(f"OwnerRRef({owned.id}): there is no value: {why}", [peer_id]))
-        for fork_id, (owner_id, parent_id, reference) in list(self._unconfirmed.items()):
-            if owner_id == peer_id and self._unconfirmed.pop(fork_id, None) is not None:
+            why = f"worker {peer_id}, which was to have it made or had it, died before it was."
+            owned.set(error=PeerError(f"OwnerRRef({owned.id}): there is no value: {why}", [peer_id]))
+        self._fail_unconfirmed(peer_id)
+
+    def _fail_unconfirmed(self, owner_id: int) -> None:
+        """Give up RRefs whose owner died before it knew of them."""
+        for fork_id, (unconfirmed_owner, parent_id, reference) in list(self._unconfirmed.items()):
+            if unconfirmed_owner == owner_id and self._unconfirmed.pop(fork_id, None) is not None:
                 rref = reference()
                 if rref is not None:
-                    rref.fail(PeerError(f"{rref}: its owner, worker {peer_id}, is gone.", [peer_id]))
+                    rref.fail(PeerError(f"{rref}: its owner, worker {owner_id}, is gone.", [owner_id]))
                 self._accept(parent_id, fork_id)
         with self._confirmed:
             self._confirmed.notify_all()

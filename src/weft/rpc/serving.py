@@ -43,7 +43,6 @@ class Server:
             "forked": agent.book.on_forked,
             "accept": agent.book.on_accept,
         }
-        self._told: set[int] = set()
 
     def accept(self, parts: Sequence[bytes | memoryview]) -> Job | None:
         """Take one message; what is to be done for it, if it can't be done here."""
@@ -52,13 +51,15 @@ class Server:
             message = decode_message(parts)
             if message.epoch != agent.epoch:
                 raise WireError("it belongs to another group of workers")
-            if message.kind is Kind.CALL:
-                sender = self._check_sender(message)
-                return lambda: self._serve_call(message, sender)
-            if message.kind is Kind.REMOTE:
-                return self._accept_remote(message, self._check_sender(message))
             if message.kind is Kind.CONTROL:
                 return self._accept_notice(message)
+            sender = self._find_sender(message)
+            if sender is None:
+                return None
+            if message.kind is Kind.CALL:
+                return lambda: self._serve_call(message, sender)
+            if message.kind is Kind.REMOTE:
+                return self._accept_remote(message, sender)
             call = agent.take(message.call_id)
             return (lambda: self._discard(message)) if call is None else call.answer(message)
         except Exception:
@@ -66,17 +67,22 @@ class Server:
             logger.exception("weft.rpc on %s: a message was not understood and is dropped", agent.info)
             return None
 
-    def _check_sender(self, message: Message) -> Peer:
-        """Who sent a message. Answers go to this worker, not to one that took its place meanwhile."""
+    def _find_sender(self, message: Message) -> Peer | None:
+        """Who sent a message; None for a worker that was given up. Raises for one that is not known.
+
+        Answers go to this worker, not to one that took its place meanwhile.
+        """
         peer = self._agent.peers.get(message.sender)
         if peer is None:
             raise StateError(f"a message of worker {message.sender}, which has not introduced itself")
-        if peer.lost is not None and message.sender not in self._told:
+        if peer.lost is None:
+            return peer
+        if not peer.was_told and not peer.has_left:
             # Its link here still works, the one to it does not. It must not wait for answers.
-            self._told.add(message.sender)
+            peer.was_told = True
             notice = Message(Kind.CONTROL, self._agent.info.id, 0, self._agent.epoch, write_notice(("lost",)))
             self._agent.links.send_last(self._agent.directory.address_of(peer), encode_message(notice))
-        return peer
+        return None
 
     # Notices
 
@@ -84,8 +90,12 @@ class Server:
         agent, sender_id = self._agent, message.sender
         name, *arguments = read_notice(message.body)
         if name == "hello":
-            card, ring = arguments
-            peer = agent.directory.add(Card.decode(card))
+            text, ring = arguments
+            card = Card.decode(text)
+            known = agent.peers.get(card.id)
+            if known is not None and known.card != card:
+                agent.lose(card.id, "another worker has taken its place")
+            peer = agent.directory.add(card)
             # So that each of the two notices when the other one dies.
             agent.introduce(peer)
             if ring is not None and agent.links.accept_ring(sender_id, SegmentName(*ring)):
@@ -95,14 +105,15 @@ class Server:
         elif name == "to ring":
             agent.links.read_ring(sender_id)
         elif name == "fetch":
-            return self._accept_fetch(message, self._check_sender(message), GlobalId(*arguments[0]))
+            sender = self._find_sender(message)
+            return None if sender is None else self._accept_fetch(message, sender, GlobalId(*arguments[0]))
         elif name == "bye":
             (failure,) = arguments
             why = "it has shut down (rpc.shutdown)" if failure is None else str(failure)
             agent.lose(sender_id, why, has_left=failure is None)
         elif name == "lost":
             agent.lose(sender_id, "it lost its link to this worker")
-        else:
+        elif self._find_sender(message) is not None:
             ids = [GlobalId(*part) if isinstance(part, tuple) else part for part in arguments]
             self._notices[name](sender_id, *ids)
         return None
