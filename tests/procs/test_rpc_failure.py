@@ -189,7 +189,9 @@ def test_those_who_live_can_begin_again() -> None:
             crew[rank].do(see, "sync", "worker1", "gate")
             crew[rank].do(acts.leave, graceful=False)
         init_method = crew.meeting()
-        joining = [crew[rank].begin(acts.join, f"again{new}", new, 2, init_method) for new, rank in [(0, 0), (1, 2)]]
+        joining = [
+            crew[rank].begin(acts.join, f"again{new}", new, 2, init_method) for new, rank in [(0, 0), (1, 2)]
+        ]
         for future in joining:
             future.result(20)
         assert crew[0].do(call, "again1", add, 1, 2) == 3

@@ -38,7 +38,7 @@ def test_workers_come_and_go() -> None:
         check_all_reach_all(crew, names)
         for member in names:
             for to in ["early", 1]:
-                with pytest.raises(RuntimeError, match="early|1"):
+                with pytest.raises(RuntimeError, match=r"early|1"):
                     crew[member].do(call, to, add, 1, 2)
         # Its name and id are free for another.
         crew[3].do(acts.join, "early", 1, None, init_method)
@@ -183,7 +183,9 @@ def test_what_init_refuses() -> None:
 def test_options_of_torch_are_taken() -> None:
     with Crew(2) as crew:
         init_method = crew.meeting()
-        joining = [crew[m].begin(endings.join_with_torchs_options, f"worker{m}", m, init_method) for m in range(2)]
+        joining = [
+            crew[m].begin(endings.join_with_torchs_options, f"worker{m}", m, init_method) for m in range(2)
+        ]
         for future in joining:
             assert future.result(20) == 7.5
         assert crew[0].do(call, "worker1", add, 1, 2) == 3

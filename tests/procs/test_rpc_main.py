@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 REPO = Path(__file__).parents[2]
 
 # What every script has: things of its own main module, called on the other worker.
@@ -140,7 +139,6 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
 def test_a_script_that_spawns_its_peer(tmp_path: Path) -> None:
     """One worker's main module is __main__, the other's is __mp_main__."""
     assert run(tmp_path, SPAWNED, [], [f"file://{tmp_path / 'store'}"]) == ["spawned"]
-
 
 
 def test_a_script_that_forgets_to_shut_down_ends(tmp_path: Path) -> None:

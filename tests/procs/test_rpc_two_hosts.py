@@ -41,7 +41,14 @@ def join(crew: Crew, pair: tuple[Host, Host], **options: object) -> None:
     init_method = f"tcp://{pair[0].address}:{PORT}"
     joining = [
         crew[rank].begin(
-            acts.join, f"worker{rank}", rank, 2, init_method, listen=pair[rank].address, secret=SECRET, **options
+            acts.join,
+            f"worker{rank}",
+            rank,
+            2,
+            init_method,
+            listen=pair[rank].address,
+            secret=SECRET,
+            **options,
         )
         for rank in range(2)
     ]
@@ -78,7 +85,9 @@ def test_large_tensors_go_over_the_cable(crew: Crew, pair: tuple[Host, Host]) ->
 def test_it_listens_where_it_was_told(crew: Crew, pair: tuple[Host, Host]) -> None:
     join(crew, pair)
     for rank in range(2):
-        listening = {door.host for door in find_doors(crew[rank].pid) if not door.is_unix and door.port != PORT}
+        listening = {
+            door.host for door in find_doors(crew[rank].pid) if not door.is_unix and door.port != PORT
+        }
         assert listening == {pair[rank].address}
     crew.every(acts.leave)
 
@@ -116,6 +125,6 @@ def test_hosts_without_a_secret_stay_strangers(crew: Crew, pair: tuple[Host, Hos
         crew[rank].begin(acts.join, f"worker{rank}", rank, 2, init_method, rpc_timeout=3) for rank in range(2)
     ]
     for future in joining:
-        with pytest.raises((RuntimeError, ValueError), match="secret|listen"):
+        with pytest.raises((RuntimeError, ValueError), match=r"secret|listen"):
             future.result(20)
     assert time.monotonic() - began < 8

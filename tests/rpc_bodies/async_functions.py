@@ -125,7 +125,7 @@ def errors(w: Worker) -> None:
             call(w, mode, w.next, fail_at_once, ("at once",))
         with pytest.raises(Exception, match="later on"):
             call(w, mode, w.next, fail_later, (w.lib, w.after_next, "later on"))
-        with pytest.raises(RuntimeError, match="must return a torch.futures.Future object, but got"):
+        with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future object, but got"):
             call(w, mode, w.next, no_future)
     assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
 

@@ -229,7 +229,7 @@ def a_barrier_waits_for_all(w: Worker) -> None:
 
 
 def misuse(w: Worker) -> None:
-    with pytest.raises(ValueError, match="Cannot get WorkerInfo from name 1.5"):
+    with pytest.raises(ValueError, match=r"Cannot get WorkerInfo from name 1\.5"):
         w.rpc.rpc_sync(1.5, nothing)
     for to in ["nobody", 99]:
         for way in [w.rpc.rpc_sync, w.rpc.rpc_async, w.rpc.remote]:

@@ -128,7 +128,9 @@ def a_name_that_the_callee_lacks(w: Worker) -> None:
         only_here.__module__, only_here.__qualname__ = places.__name__, "only_here"
         places.only_here = only_here
         try:
-            with pytest.raises(AttributeError, match="RPC pickler does not serialize function code") as caught:
+            with pytest.raises(
+                AttributeError, match="RPC pickler does not serialize function code"
+            ) as caught:
                 w.rpc.rpc_sync(w.next, only_here)
         finally:
             del places.only_here

@@ -90,7 +90,9 @@ def try_init(init_method: str, arguments: dict[str, Any]) -> tuple[list[str], st
     """The types of the error that init_rpc raises with these arguments, and its text."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=2)
     try:
-        rpc.init_rpc(**({"name": "worker0", "rank": 0, "world_size": 1, "rpc_backend_options": options} | arguments))
+        rpc.init_rpc(
+            **({"name": "worker0", "rank": 0, "world_size": 1, "rpc_backend_options": options} | arguments)
+        )
     except Exception as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     rpc.shutdown(graceful=False)

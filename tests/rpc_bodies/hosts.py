@@ -39,7 +39,10 @@ def two_hosts() -> Generator[tuple[Host, Host]]:
     if shutil.which("ip") is None:
         pytest.skip("the command ip is missing")
     mark = f"weft{os.getpid()}"
-    hosts = Host(f"{mark}a", "10.213.77.1", f"w{os.getpid()}a"), Host(f"{mark}b", "10.213.77.2", f"w{os.getpid()}b")
+    hosts = (
+        Host(f"{mark}a", "10.213.77.1", f"w{os.getpid()}a"),
+        Host(f"{mark}b", "10.213.77.2", f"w{os.getpid()}b"),
+    )
     try:
         try:
             for host in hosts:
@@ -48,7 +51,19 @@ def two_hosts() -> Generator[tuple[Host, Host]]:
             pytest.skip(f"no network namespace can be made here: {error.stderr.strip()}")
         first, second = hosts
         try:
-            ip("link", "add", first.cable, "netns", first.name, "type", "veth", "peer", second.cable, "netns", second.name)
+            ip(
+                "link",
+                "add",
+                first.cable,
+                "netns",
+                first.name,
+                "type",
+                "veth",
+                "peer",
+                second.cable,
+                "netns",
+                second.name,
+            )
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no cable (veth) can be made here: {error.stderr.strip()}")
         for host in hosts:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -137,10 +139,8 @@ def kill_in_worlds(seed: int) -> tuple[int, float]:
             died = time.monotonic()
             crew[victim].kill()
             slowest = max(slowest, check_storms(storms, victim, died))
-            try:
+            with suppress(MemberGone):
                 theirs.result(CALL_SECS)
-            except MemberGone:
-                pass
             for rank in living:
                 for other in living:
                     assert crew[rank].do(acts.call, other, add, 1, 2) == 3
@@ -211,8 +211,9 @@ def main() -> None:
             error.add_note(f"in round {seed}: run it alone with --kills 1 --seed {seed}")
             raise
         kills += num_kills
-        secs = time.monotonic() - began
-        print(f"{kills} of {options.kills} kills, {secs:.0f} s; round {seed}: the slowest took {slowest:.2f} s to notice", flush=True)
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"{kills} of {options.kills} kills, {took}; round {seed}'s slowest noticed in {slowest:.2f} s")
+        sys.stdout.flush()
         seed += 1
 
 

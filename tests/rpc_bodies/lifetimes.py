@@ -33,7 +33,9 @@ FREED_SECS = 10.0
 
 
 def check_freed(w: Worker, owner: str, key: str) -> None:
-    wait_until(lambda: w.rpc.rpc_sync(owner, is_freed, (w.lib, key)), f"{key} is freed on {owner}", FREED_SECS)
+    wait_until(
+        lambda: w.rpc.rpc_sync(owner, is_freed, (w.lib, key)), f"{key} is freed on {owner}", FREED_SECS
+    )
 
 
 def check_kept(w: Worker, owner: str, key: str) -> None:

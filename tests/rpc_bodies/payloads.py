@@ -256,7 +256,12 @@ def odd_tensors(w: Worker) -> None:
     assert w.rpc.rpc_sync(w.next, multiply_in_place, (part, 2)).tolist() == [20, 22, 24, 26]
     assert part.tolist() == [10, 11, 12, 13]
     # Elements that share memory get memory of their own where they arrive.
-    assert w.rpc.rpc_sync(w.next, torch.mul, (torch.ones(1).expand(4), torch.arange(4))).tolist() == [0, 1, 2, 3]
+    assert w.rpc.rpc_sync(w.next, torch.mul, (torch.ones(1).expand(4), torch.arange(4))).tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 BODIES = [

@@ -159,6 +159,8 @@ class Tracked:
     def __init__(self, lib: str, key: str) -> None:
         self.key = key
         self.made_by = me(lib)
+        with _lock:
+            _freed.discard((self.made_by, key))
         weakref.finalize(self, _note_freed, self.made_by, key)
 
     def get(self) -> str:

@@ -85,16 +85,20 @@ def joined(lib: str, **options: Any) -> Generator[Worker]:
     rpc.shutdown(graceful=lib == WEFT)
 
 
+def run_each(worker: Worker, bodies: Sequence[Body]) -> None:
+    for body in bodies:
+        dist.barrier()
+        try:
+            body(worker)
+        except BaseException as error:
+            error.add_note(f"in body {body.__module__}.{body.__name__}, {worker.name}")
+            raise
+    dist.barrier()  # of no worker is the last body still running elsewhere when this one shuts down
+
+
 def run_bodies(lib: str, bodies: Sequence[Body], options: dict[str, Any]) -> None:
     with joined(lib, **options) as worker:
-        for body in bodies:
-            dist.barrier()
-            try:
-                body(worker)
-            except BaseException as error:
-                error.add_note(f"in body {body.__module__}.{body.__name__}, {worker.name}")
-                raise
-        dist.barrier()  # of no worker is the last body still running elsewhere when this one shuts down
+        run_each(worker, bodies)
 
 
 def on_threads(bodies: Body | Sequence[Body], ranks: int = RANKS, **options: Any) -> None:

@@ -124,7 +124,7 @@ def throw_as_zmq_greeting(door: Door, frames: list[bytes]) -> None:
             sock.recv(1 << 16)
 
 
-def throw_with_zmq(door: Door, all_frames: list[list[bytes]], dress: Callable[[Any], None], secs: float) -> None:
+def throw_with_zmq(door: Door, bombs: list[list[bytes]], dress: Callable[[Any], None], secs: float) -> None:
     """As ZeroMQ peers of each kind, in some dress (keys, passwords, none)."""
     import zmq
 
@@ -138,7 +138,7 @@ def throw_with_zmq(door: Door, all_frames: list[list[bytes]], dress: Callable[[A
             dress(peer)
             peer.connect(door.zmq_address)
             stop_at = time.monotonic() + secs
-            for frames in all_frames:
+            for frames in bombs:
                 with suppress(zmq.ZMQError):
                     peer.send_multipart(frames)
                 if time.monotonic() > stop_at:
@@ -189,8 +189,9 @@ def attack(pid: int, flag: Path) -> int:
         for frames in bombs:
             throw_raw(door, frames)
             throw_as_zmq_greeting(door, frames)
-        for dress in DRESSES:
-            threads.append(threading.Thread(target=throw_with_zmq, args=(door, bombs, dress, 0.2)))
+        threads += [
+            threading.Thread(target=throw_with_zmq, args=(door, bombs, dress, 0.2)) for dress in DRESSES
+        ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import weft
-from tests.rpc_bodies.calls import MODES, call
+from tests.rpc_bodies.calls import call
 from tests.rpc_bodies.places import Counter, add, open_gate, pass_gate
 from tests.rpc_bodies.running import Worker, takes
 
@@ -86,33 +86,36 @@ def to_here_in_time(w: Worker) -> None:
 def proxies_in_time(w: Worker) -> None:
     rref = w.rpc.remote(w.next, Counter, (5,))
     rref.to_here()
-    text = "for more than set timeout|RRef creation"
-    for api in [rref.rpc_sync, rref.rpc_async, rref.remote]:
-        with takes(0.2, 0.2 + SLACK_SECS), pytest.raises(RuntimeError, match=text):
-            made = api(timeout=0.2).pass_gate(w.lib, f"proxy {w.name}")
-            if api == rref.rpc_async:
-                made.wait()
-            elif api == rref.remote:
-                made._get_future().wait()
+    key = f"proxy {w.name}"
+    uses = [
+        lambda: rref.rpc_sync(timeout=0.2).pass_gate(w.lib, key),
+        lambda: rref.rpc_async(timeout=0.2).pass_gate(w.lib, key).wait(),
+        lambda: rref.remote(timeout=0.2).pass_gate(w.lib, key).to_here(timeout=0.2),
+    ]
+    for use in uses:
+        with takes(0.2, 0.2 + SLACK_SECS), pytest.raises(RuntimeError, match=r"set timeout|RRef creation"):
+            use()
     let_go(w, "proxy")
     assert rref.rpc_sync(timeout=20).pass_gate(w.lib, f"proxy {w.name}") == 5
 
 
 def an_error_that_says_what(w: Worker) -> None:
     """It is a PeerError too, of the worker that did not answer, and says which function."""
-    for mode in MODES:
-        began = f"says {mode}"
+    key = f"says {w.name}"
+    uses = {
+        "sync": lambda: hang(w, "sync", "says", timeout=0.2),
+        "async": lambda: hang(w, "async", "says", timeout=0.2),
+        "remote": lambda: w.rpc.remote(w.next, pass_gate, (w.lib, key)).to_here(timeout=0.2),
+    }
+    for mode, use in uses.items():
         with pytest.raises(weft.PeerTimeoutError, match=TIMED_OUT.format(200)) as caught:
-            if mode == "remote":
-                w.rpc.remote(w.next, pass_gate, (w.lib, f"{began} {w.name}")).to_here(timeout=0.2)
-            else:
-                hang(w, mode, began, timeout=0.2)
+            use()
         assert isinstance(caught.value, TimeoutError)
         assert w.next in str(caught.value)
         assert caught.value.ranks == (w.next_rank,)
         if mode != "remote":
             assert "pass_gate" in str(caught.value)
-        let_go(w, began)
+    let_go(w, "says")
 
 
 def late_answers_do_no_harm(w: Worker) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft.errors import PeerTimeoutError
+from weft.rpc.failures import fresh_copy
 from weft.rpc.packing import PACKED_NONE
 from weft.rpc.wire import Kind, Message
 from weft.rpc.workers import WorkerInfo
@@ -119,12 +120,16 @@ class CallFuture(torch.futures.Future[Any]):
         """Set what `outcome` returns or raises, and run the callbacks."""
         try:
             value = outcome()
-        except Exception as error:
-            self.set_exception(error)
-        except BaseException as error:  # a future can't hold it
-            self.set_exception(RuntimeError(repr(error)))
+        except BaseException as error:
+            # Each wait raises a copy: the error itself would hold the frames of whoever waited.
+            self._set_unwrap_func(_raise_copy)
+            self.set_result(error.with_traceback(None))
         else:
             self.set_result(value)
+
+
+def _raise_copy(error: BaseException) -> None:
+    raise fresh_copy(error)
 
 
 def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:

@@ -6,6 +6,7 @@ unknown here, or refuse to be built from what it was pickled with.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
 from typing import Any, cast
@@ -21,6 +22,16 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def fresh_copy(error: BaseException) -> BaseException:
+    """An error like one that is kept, to be raised: what is raised holds the frames it passed, for good."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its class can't be built from what it holds
+        return error.with_traceback(None)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 def describe_failure(error: BaseException, worker: WorkerInfo) -> Failure:

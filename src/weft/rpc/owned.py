@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from weft.errors import PeerTimeoutError
+from weft.rpc.failures import fresh_copy
 
 
 class GlobalId(NamedTuple):
@@ -60,7 +61,7 @@ class OwnedValue:
     def get(self) -> Any:
         """The value that is set; raises its error where it has one."""
         if self.error is not None:
-            raise self.error
+            raise fresh_copy(self.error)
         return self.value
 
     def wait(self, timeout_secs: float, blocking: Callable[[], AbstractContextManager[None]]) -> Any:

@@ -10,6 +10,7 @@ import torch
 from weft.errors import PeerTimeoutError, StateError
 from weft.rpc import proxy, registry, torch_names
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
+from weft.rpc.failures import fresh_copy
 from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import current_cargo
 from weft.rpc.workers import WorkerInfo
@@ -173,7 +174,7 @@ class RRef(Generic[T]):
         if self.is_deleted:
             raise StateError(f"{self}: Cannot call {doing} on it after deletion. RPC was shut down.")
         if self._error is not None:
-            raise self._error
+            raise fresh_copy(self._error)
         if self._creation is not None and self._creation.done():
             try:
                 self._creation.wait()
