@@ -6,6 +6,7 @@ The bodies that the other tests run with weft run here with torch: what they ask
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch.distributed import rpc as torch_rpc
 
 import weft
 from tests.rpc_bodies import async_functions, calls, errors, lifetimes, payloads, rrefs, timeouts
-from tests.rpc_bodies.running import RANKS, TORCH, WEFT
-from tests.rpc_bodies.twins import Outcome, see_all
+from tests.rpc_bodies.crew import Crew
+from tests.rpc_bodies.running import RANKS, TORCH, WEFT, Body
+from tests.rpc_bodies.twins import Seen, see_all
 from weft import rpc
-from weft.launcher.pool import RankPool
 
 BODIES = [
     *calls.BODIES,
@@ -30,17 +31,23 @@ BODIES = [
     *async_functions.BODIES,
 ]
 
-Seen = dict[str, tuple[Outcome, str | None]]
-
 
 @pytest.fixture(scope="module")
 def twins() -> tuple[Seen, Seen]:
     """What torch and weft showed, on processes of their own: torch's RPC begins only once in a process."""
-    seen: list[Seen] = []
-    for lib, bodies in [(TORCH, BODIES), (WEFT, [])]:
-        with RankPool(RANKS) as pool:
-            seen.append(pool.run(see_all, args=(lib, bodies), timeout=120, collective_timeout=60)[0])
-    return seen[0], seen[1]
+    return see(TORCH, BODIES), see(WEFT, [])
+
+
+def see(lib: str, bodies: Sequence[Body]) -> Seen:
+    with Crew(RANKS) as crew:
+        stores = [crew.meeting(), crew.meeting()]
+        looking = [
+            member.begin(see_all, lib, bodies, rank, stores) for rank, member in enumerate(crew.members)
+        ]
+        errors = [error for future in looking if (error := future.exception(120)) is not None]
+        if errors:
+            raise ExceptionGroup(f"with {lib}", errors)
+        return looking[0].result()
 
 
 def test_the_same_values(twins: tuple[Seen, Seen]) -> None:

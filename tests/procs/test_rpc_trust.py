@@ -137,10 +137,35 @@ def test_another_user_of_this_host_is_a_stranger(tmp_path: Path) -> None:
     with Crew(2) as crew:
         init_method = crew.meeting("tcp")
         crew[0].do(acts.join, "worker0", 0, None, init_method)
+        # Modules that are first needed when it joins may be in a folder that the other user can't read.
+        crew[1].do(acts.join, "worker1", 0, None, crew.meeting("tcp"))
+        crew[1].do(acts.leave)
         crew[1].do(guests.become_nobody)
         with pytest.raises((RuntimeError, ValueError, OSError), match=r"secret|[Pp]ermission"):
             crew[1].do(acts.join, "worker1", 1, None, init_method, rpc_timeout=WRONG_SECRET_SECS)
         assert crew[0].do(call, "worker0", add, 1, 2) == 3
+
+
+def test_the_meeting_place_gives_no_secret_away() -> None:
+    """Anybody may read the store: what is in it says at most which file only its owner can read."""
+    with Crew(2) as crew:
+        for options in [{}, {"secret": "open sesame, please"}]:
+            init_method = crew.meeting("tcp")
+            joining = [
+                crew[rank].begin(acts.join, f"worker{rank}", rank, 2, init_method, **options)
+                for rank in range(2)
+            ]
+            for future in joining:
+                future.result(20)
+            told = guests.read_store(init_method)
+            assert not any(b"sesame" in value for value in told)
+            files = [value.decode() for value in told if value.startswith(b"/")]
+            for file in files:
+                if os.path.exists(file):
+                    assert os.stat(file).st_mode & 0o077 == 0, file
+                    assert not any(Path(file).read_bytes() in value for value in told)
+            crew.every(acts.leave)
+            assert not any(os.path.exists(file) for file in files)
 
 
 def test_only_what_is_allowed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from importlib import import_module
 from typing import Any
@@ -105,6 +106,9 @@ def builtins(w: Worker) -> None:
         assert call(w, mode, w.next, len, ([4, 3, 5],)) == 3
         assert call(w, mode, w.next, "-".join, (["a", "b"],)) == "a-b"
         assert call(w, mode, w.next, str.upper, ("abc",)) == "ABC"
+        # They run there too.
+        assert call(w, mode, w.next, os.getpid) == w.pids[w.next_rank]
+        assert call(w, mode, w.next, threading.get_ident) != threading.get_ident() or len(set(w.pids)) > 1
 
 
 def classes_and_methods(w: Worker) -> None:

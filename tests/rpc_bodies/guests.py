@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import weft
 from tests.rpc_bodies.places import Counter, add
@@ -30,6 +32,15 @@ def become_nobody() -> None:
 def send_bomb(to: str, function: Callable[..., Any], flag: Path) -> Any:
     """Made here: on the crew's own wire it would go off here."""
     return rpc.rpc_sync(to, function, (Bomb(flag),))
+
+
+def read_store(init_method: str) -> list[bytes]:
+    """All that is told at a meeting place of scheme tcp."""
+    host, port = init_method.removeprefix("tcp://").split(":")
+    store = dist.TCPStore(host, int(port), None, False)
+    if not hasattr(store, "list_keys"):
+        pytest.skip("this torch's stores don't list their keys")
+    return [store.get(key) for key in store.list_keys()]
 
 
 def add_tensors(to: str) -> list[float]:

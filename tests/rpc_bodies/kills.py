@@ -162,7 +162,7 @@ class LateGroup:
         chance = random.Random(seed)
         self.num_guests += 1
         # Of every other one the name and the id have been used before.
-        rank = 2 + self.num_guests
+        rank = 2 + self.num_guests % 2
         name = f"guest{rank}"
         guest = self.crew.add()
         guest.do(acts.join, name, rank, None, self.init_method)

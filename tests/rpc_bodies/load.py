@@ -83,7 +83,7 @@ def as_many_threads_as_told(w: Worker) -> None:
     key = f"two {w.name}"
     futures = [w.rpc.rpc_async(w.next, pass_gate, (w.lib, key)) for _ in range(5)]
     mine = f"at gate two {before}"
-    wait_until(lambda: visits_at(w.name, mine) == 2, "two are at the gate")
+    wait_until(lambda: visits_at(w.name, mine) >= 2, "two are at the gate")
     dist.barrier()
     assert visits_at(w.name, mine) == 2
     dist.barrier()

@@ -276,6 +276,56 @@ class Anchored:
         return self.born
 
 
+def call_method(method: Any, rref: Any, *args: Any) -> Any:
+    """The way that training scripts write it: an unbound method, and the RRef of its object."""
+    return method(rref.local_value(), *args)
+
+
+def remote_method(lib: str, method: Any, rref: Any, *args: Any) -> Any:
+    return import_module(lib).rpc_async(rref.owner(), call_method, (method, rref, *args))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(factor))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return (x * self.weight).detach()
+
+    def calls(self) -> int:
+        return self.num_calls
+
+
+class Trainer:
+    """Made on each trainer, with RRefs to layers that are elsewhere."""
+
+    def __init__(self, lib: str, layers: list[Any]) -> None:
+        self.lib, self.layers = lib, layers
+
+    def train(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = remote_method(self.lib, Layer.forward, layer, x).wait()
+        return x
+
+
+def trainers_and_layers(w: Worker) -> None:
+    """One master has layers made on two workers and trainers on all, and the trainers use the layers."""
+    if w.rank == 0:
+        layers = [w.rpc.remote(w.next, Layer, (2.0,)), w.rpc.remote(w.after_next, Layer, (3.0,))]
+        names = [f"worker{rank}" for rank in range(w.size)]
+        trainers = [w.rpc.remote(name, Trainer, (w.lib, layers)) for name in names]
+        for step in range(3):
+            x = torch.full((4,), float(step + 1))
+            futures = [remote_method(w.lib, Trainer.train, trainer, x) for trainer in trainers]
+            for future in futures:
+                assert torch.equal(future.wait(), x * 6)
+        for layer in layers:
+            assert remote_method(w.lib, Layer.calls, layer).wait() == 3 * w.size
+
+
 BODIES = [
     values_stay_with_the_owner,
     owners,
@@ -293,5 +343,6 @@ BODIES = [
     not_through_pickle,
     backward_on_the_owner,
     where_methods_run,
+    trainers_and_layers,
 ]
 WEFT_ONLY = [graphs_may_be_kept]  # torch takes no notice of retain_graph on the owner

@@ -69,12 +69,12 @@ Body = Callable[[Worker], None]
 def joined(lib: str, **options: Any) -> Generator[Worker]:
     """Be a worker for the length of the block: rank and world are those of the default process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    begin_anew(f"worker{rank}")
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
     rpc = import_module(lib)
-    # A rank of weft.launch knows its rank and world; torch must be told.
-    told = {} if lib == WEFT else {"rank": rank, "world_size": size}
+    # A rank of weft.launch knows its rank and world; torch must be told, and who meets elsewhere.
+    is_known = lib == WEFT and "init_method" not in options
+    told = {} if is_known else {"rank": rank, "world_size": size}
     rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(**options), **told)
     try:
         yield Worker(lib, rank, size, tuple(pids))
@@ -87,6 +87,8 @@ def joined(lib: str, **options: Any) -> Generator[Worker]:
 
 def run_each(worker: Worker, bodies: Sequence[Body]) -> None:
     for body in bodies:
+        dist.barrier()
+        begin_anew(worker.name)
         dist.barrier()
         try:
             body(worker)

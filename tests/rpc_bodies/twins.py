@@ -7,6 +7,7 @@ may be more special) and the words in the table.
 from __future__ import annotations
 
 import pickle
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from tests.rpc_bodies import places
 from tests.rpc_bodies.errors import StubbornError, fail_with
 from tests.rpc_bodies.payloads import shapes
 from tests.rpc_bodies.places import Counter, add, give, nothing, open_gate, pass_gate, tensor_facts
-from tests.rpc_bodies.running import Body, Worker, joined, run_each
+from tests.rpc_bodies.running import RANKS, Body, Worker, joined, run_each
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ def outcome(act: Callable[[], Any]) -> Outcome:
         return Outcome(act())
     except Exception as error:
         return Outcome(None, tuple(kind.__name__ for kind in type(error).__mro__), str(error))
+
+
+Seen = dict[str, tuple[Outcome, str | None]]
 
 
 def values(w: Worker) -> dict[str, Callable[[], Any]]:
@@ -122,14 +126,15 @@ def errors(w: Worker) -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: time_out(w),
             "RPC ran for more than set timeout (250 ms) and will now be marked",
         ),
-        "init again": (
-            lambda: rpc.init_rpc(
-                "worker9", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions()
-            ),
-            "RPC is already initialized",
-        ),
+        "init again": (lambda: init_again(w), "RPC is already initialized"),
         "a function that the callee lacks": (lambda: call_unknown(w), "RPC pickler does not serialize"),
     }
+
+
+def init_again(w: Worker) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = w.rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        w.rpc.init_rpc("worker9", rank=0, world_size=1, rpc_backend_options=options)
 
 
 def time_out(w: Worker) -> None:
@@ -158,10 +163,14 @@ AFTER: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def see_all(lib: str, bodies: Sequence[Body]) -> dict[str, tuple[Outcome, str | None]]:
-    """Run the bodies; then, on the first worker, every act: its outcome and the words it must have."""
-    seen: dict[str, tuple[Outcome, str | None]] = {}
-    with joined(lib) as worker:
+def see_all(lib: str, bodies: Sequence[Body], rank: int, stores: Sequence[str]) -> Seen:
+    """Run the bodies; then, on the first worker, every act: its outcome and the words it must have.
+
+    Of the two stores one is for the process group that the bodies' barriers need, one for RPC.
+    """
+    seen: Seen = {}
+    dist.init_process_group("gloo", init_method=stores[0], rank=rank, world_size=RANKS)
+    with joined(lib, init_method=stores[1]) as worker:
         run_each(worker, bodies)
         if worker.rank == 0:
             seen |= {name: (outcome(act), None) for name, act in values(worker).items()}
@@ -172,4 +181,5 @@ def see_all(lib: str, bodies: Sequence[Body]) -> dict[str, tuple[Outcome, str | 
         dist.barrier()
     for name, (act, words) in AFTER.items():
         seen[name] = outcome(lambda act=act, rpc=worker.rpc: act(rpc)), words
+    dist.destroy_process_group()
     return seen

@@ -78,6 +78,7 @@ class Agent:
         self._introducing = threading.Lock()
         self._ending = threading.Lock()
         self._is_ending = False
+        self._scan_at = float("inf")
         self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
         self.server = Server(self)
@@ -112,10 +113,13 @@ class Agent:
             if peer.is_linked or peer.lost is not None:
                 return
             self.links.open(peer.info.id, self.directory.address_of(peer))
-            ring = tuple(self.links.offer_ring(peer.info.id)) if peer.calling.is_same_host else None
-            self._send(
-                peer, Kind.CONTROL, 0, write_notice(("hello", self.peers[self.info.id].card.encode(), ring))
-            )
+            try:
+                ring = tuple(self.links.offer_ring(peer.info.id)) if peer.calling.is_same_host else None
+                card = self.peers[self.info.id].card.encode()
+                self._send(peer, Kind.CONTROL, 0, write_notice(("hello", card, ring)))
+            except BaseException:
+                self.links.drop(peer.info.id)
+                raise
             peer.is_linked = True  # from now on others may send
 
     def use_ring(self, peer: Peer) -> None:
@@ -201,16 +205,26 @@ class Agent:
 
     def _time_out(self) -> float | None:
         now = time.monotonic()
-        for call in self.calls.take_all(lambda call: call.deadline is not None and call.deadline <= now):
-            if not call.is_internal:
-                self.peers[call.to.id].leave()
-            self._answer(call, call.timeout_error())
+        if now >= self._scan_at:
+            for call in self.calls.take_all(lambda call: call.deadline is not None and call.deadline <= now):
+                if not call.is_internal:
+                    self.peers[call.to.id].leave()
+                self._answer(call, call.timeout_error())
+            self._scan_at = float(
+                "inf"
+            )  # before the look: what is noted meanwhile is seen by it, or lowers this
+            self.note_deadline(self.calls.next_deadline() or float("inf"))
         self._tell_drops()
         next_look = self.pool.look_after()
         if next_look is None:
             self.post.trim()
-        deadlines = [self.calls.next_deadline(), next_look]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        wake_at = min(self._scan_at, next_look or float("inf"))
+        return None if wake_at == float("inf") else wake_at
+
+    def note_deadline(self, deadline: float) -> None:
+        """Make sure that calls are looked through at a deadline."""
+        self._scan_at = min(self._scan_at, deadline)
+        self.clock.note(deadline)
 
     # How it stands
 
@@ -251,9 +265,12 @@ class Agent:
     # Workers that go
 
     def _on_link_lost(self, peer_id: int, why: str, was_up: bool) -> None:
+        peer = self.peers[peer_id]
+
         def decide() -> None:
-            self.peers[peer_id].was_reached = was_up
-            self.lose(peer_id, why)
+            if self.peers.get(peer_id) is peer:  # and not one that has taken its place
+                peer.was_reached = was_up
+                self.lose(peer_id, why)
 
         # A worker that leaves says goodbye and closes its links: the goodbye may be heard second.
         self.clock.put_later(time.monotonic() + _DOUBT_SECS, decide)
@@ -314,6 +331,7 @@ class Agent:
         self.links.stop()
         for call in self.calls.take_all(lambda call: True):
             self._answer(call, self.ended_error())
+        self.book.close()
         self.pool.join(_JOIN_SECS)
         self.pool.finish_backlog()
         self.links.close()

@@ -34,7 +34,7 @@ class Bell:
         self._pool_word = ctypes.c_void_p(segment.address + 4 * _POOL)
         self._caller_word = ctypes.c_void_p(segment.address + 4 * _CALLER)
         # No two rings in a row leave the same value: a sleeper sees each, however they interleave.
-        self._values = itertools.count((ringer_id & 0x3FF) << 22)
+        self._values = itertools.count(((ringer_id & 0x3FF) << 22) + 1)
         self._fence = threading.Lock()
 
     def ring(self, *, is_answer: bool = False) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import PeerError, PeerTimeoutError
+from weft.errors import PeerError, PeerTimeoutError, StateError
 from weft.rpc.calls import AsyncCall, Call, CallFuture, SyncCall
 from weft.rpc.directory import Destination
 from weft.rpc.notices import REMOTE_IDS, write_notice
+from weft.rpc.owned import OwnedValue
 from weft.rpc.peers import Peer
 from weft.rpc.rref import RRef
 from weft.rpc.wire import Kind
@@ -69,7 +70,10 @@ class Caller:
         rref_id, fork_id = self._agent.book.new_id(), self._agent.book.new_id()
         call = self._future_call(peer, f"remote of {_name_of(func)}", self._agent.resolve_timeout(timeout))
         if peer.info.id == self._agent.info.id:
-            rref = RRef.of_owned(self._agent, self._agent.book.create(rref_id, None, peer.info.id))
+            owned = self._agent.book.create(rref_id, None, peer.info.id)
+            rref = RRef.of_owned(self._agent, owned)
+            # One that fails, or runs out of time, is on no list: nothing else would settle and release it.
+            call.when_failed = lambda error: self._settle(owned, error)
         else:
             rref = RRef.of_other(self._agent, peer.info, rref_id, fork_id)
             self._agent.book.add_user(rref)
@@ -82,6 +86,11 @@ class Caller:
                 self._agent.book.release_unheld(rref.owned)
             raise
         return rref
+
+    def _settle(self, owned: OwnedValue, error: BaseException) -> None:
+        """See to a value of this worker's own that won't be made."""
+        owned.set(error=StateError(f"OwnerRRef({owned.id}): RRef creation via rpc.remote() failed: {error}"))
+        self._agent.book.release_unheld(owned)
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """A copy of the value of another worker's RRef."""
@@ -143,7 +152,7 @@ class Caller:
         if self._agent.is_ended:
             self._agent.give_answer(call.id, self._agent.ended_error())
         if call.deadline is not None:
-            self._agent.clock.note(call.deadline)
+            self._agent.note_deadline(call.deadline)
         return True
 
     def _wait(self, call: SyncCall) -> Any:

@@ -173,11 +173,14 @@ class AsyncCall(Call):
     ) -> None:
         super().__init__(to, what, timeout_secs)
         self.future = future
+        self.when_failed: Callable[[BaseException], None] | None = None  # to be told at once
         self._open_answer = open_answer
 
     def answer(self, answer: Answer) -> Callable[[], None] | None:
         """Complete the future: here if that runs nobody's code, else in a job."""
         if isinstance(answer, BaseException):
+            if self.when_failed is not None:
+                self.when_failed(answer)
             return self.future.complete(lambda: self._open_answer(answer))
         if answer.kind is Kind.RESULT and answer.body == PACKED_NONE:
             return self.future.complete(_none)

@@ -229,7 +229,11 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
 
 
 def _find_member(meeting: Meeting, key: str | int) -> Card | None:
-    matching = [card for card in meeting.members() if key in (card.name, card.id)]
+    try:
+        members = meeting.members()
+    except dist.DistError:
+        return None  # the store went with its host: what is known has to do
+    matching = [card for card in members if key in (card.name, card.id)]
     return matching[0] if matching else None
 
 

@@ -41,7 +41,7 @@ class Link:
         self.peer_id = peer_id
         self.socket = socket
         self.lock = threading.Lock()  # a zmq socket and a ring are for one thread at a time
-        self.opened_at = time.monotonic()
+        self.gives_up_at = time.monotonic() + CONNECT_SECS
         self.is_up = False
         self.is_closed = False
         self.offered: RingWriter | None = None
@@ -84,7 +84,9 @@ class Link:
     def wait_read(self, secs: float) -> None:
         """Wait until the peer has what lies in this worker's memory alone."""
         deadline = time.monotonic() + secs
-        while self._ring is not None and self._ring.has_spilled and time.monotonic() < deadline:
+        while not self.is_closed and self._ring is not None and self._ring.has_spilled:
+            if time.monotonic() > deadline:
+                return
             threading.Event().wait(0.002)
 
     def close(self, linger_ms: int) -> None:
@@ -193,7 +195,9 @@ class Links:
         if peer_id == self._own_id:
             self.put_mail([bytes(part) for part in parts])
             return
-        link = self._links[peer_id]
+        link = self._links.get(peer_id)
+        if link is None:
+            raise PeerError(f"there is no link to worker {peer_id}.", [peer_id])
         if not link.send(parts, is_answer):
             self._watch.flush_soon(link)
 
@@ -262,7 +266,7 @@ class Links:
             self._readers = [(number, reader) for number, reader in self._readers if number != peer_id]
 
     def _lose(self, link: Link, why: str) -> None:
-        is_news = not link.is_closed
+        is_news = not link.is_closed and self._links.get(link.peer_id) is link
         link.close(0)
         if is_news and not self.is_closing:
             self._on_lost(link.peer_id, why, link.is_up)

@@ -43,8 +43,10 @@ class OwnedValue:
         self._callbacks: list[Callable[[], None]] = []
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the value, or why there is none. Runs what waits for it."""
+        """Set the value, or why there is none, unless that is known. Runs what waits for it."""
         with _state_lock:
+            if self.is_set:
+                return
             self.value, self.error, self.is_set = value, error, True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

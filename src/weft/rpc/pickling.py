@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +160,9 @@ def _reduce_value(value: object) -> tuple[Any, ...]:
 
 def _reduce_script(function: Any) -> tuple[Any, ...]:
     """A TorchScript function goes by the name it was defined with, as any other does."""
-    module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+    # A function that was scripted again, as in a notebook's cell, has a number in its name.
+    qualified = re.sub(r"\.___torch_mangle_\d+", "", function.qualified_name)
+    module, _, name = qualified.removeprefix("__torch__.").rpartition(".")
     if getattr(sys.modules.get(module), name, None) is not function:
         raise pickle.PicklingError(
             f"TorchScript function {function.qualified_name} has no name in its module."

@@ -46,8 +46,19 @@ class Ear(Protocol):
         ...
 
 
+class _Running:
+    """A job that runs."""
+
+    __slots__ = ("began_at_look", "is_away")
+
+    def __init__(self, look: int) -> None:
+        self.began_at_look = look
+        self.is_away = False  # its thread won't look for messages soon: it is not counted as awake
+
+
 class _Mine(threading.local):
     is_worker = False
+    running: _Running | None = None
 
 
 class Pool:
@@ -80,9 +91,10 @@ class Pool:
         self._num_awake = 0  # threads that will look for messages by themselves
         self._num_blocked = 0
         self._num_busy = 0
-        self._num_done = 0
+        self._running: set[_Running] = set()
+        self._num_looks = 0
         self._is_looked_after = False
-        self._last_look = (0.0, 0)  # when jobs were last done, and how many
+        self._last_job_at = 0.0
         self._mine = _Mine()
 
     def start(self) -> None:
@@ -121,14 +133,21 @@ class Pool:
             job = self._next_job()
             if job is None:
                 return
+            running = self._mine.running = _Running(self._num_looks)
+            self._running.add(running)
+            if not self._is_looked_after:
+                self._is_looked_after = True
+                self._begin()
             try:
                 job()
             except BaseException:
                 logger.exception("weft.rpc: a job failed; nobody was told")
             del job  # what it holds must not live until the next one comes
             with self._lock:
+                self._running.discard(running)
+                if running.is_away:
+                    self._set_awake(1)
                 self._num_busy -= 1
-                self._num_done += 1
                 self._num_free += 1
 
     def _next_job(self) -> Job | None:
@@ -172,9 +191,6 @@ class Pool:
                     if job is not None:
                         self._num_free -= 1
                         break
-        if not self._is_looked_after:
-            self._is_looked_after = True
-            self._begin()
         return job
 
     def _may_work(self) -> bool:
@@ -184,19 +200,26 @@ class Pool:
         return self._num_free > 1
 
     def look_after(self) -> float | None:
-        """Wake another thread where one takes its time. Returns when to look again, or None after a pause."""
+        """See to jobs that take their time: their threads don't count as awake any more.
+
+        Returns when to look again; None when no job runs that has not been seen to, and none did of late.
+        """
         now = time.monotonic()
-        last_secs, num_done = self._last_look
-        if self._num_done != num_done or self._num_busy:
-            self._last_look = (now, self._num_done)
-        elif now - last_secs > _QUIET_SECS:
-            self._is_looked_after = False
-            if not self._num_busy:  # a job that began just now took the flag for set
-                return None
-            self._is_looked_after = True
-        if self._num_done == num_done and (self._backlog or self._ear.has_mail()):
+        with self._lock:
+            self._num_looks += 1
+            for running in self._running:
+                if not running.is_away and running.began_at_look < self._num_looks - 1:
+                    running.is_away = True
+                    self._set_awake(-1)
+            is_watched = any(not running.is_away for running in self._running)
+            if is_watched:
+                self._last_job_at = now
+            is_waiting = not self._num_awake and (bool(self._backlog) or self._ear.has_mail())
+            if not is_watched and now - self._last_job_at > _QUIET_SECS:
+                self._is_looked_after = False
+        if is_waiting:
             self._ear.bell.wake()
-        return now + _MOMENT_SECS
+        return now + _MOMENT_SECS if self._is_looked_after else None
 
     # Those who wait
 
@@ -206,9 +229,13 @@ class Pool:
         if not self._mine.is_worker:
             yield
             return
+        running = self._mine.running
+        assert running is not None
         with self._lock:
             self._num_blocked += 1
-            self._set_awake(-1)
+            was_away, running.is_away = running.is_away, True
+            if not was_away:
+                self._set_awake(-1)
             if self._backlog:
                 self._add_thread()
         if self._ear.has_mail():
@@ -218,7 +245,9 @@ class Pool:
         finally:
             with self._lock:
                 self._num_blocked -= 1
-                self._set_awake(1)
+                if not was_away:
+                    running.is_away = False
+                    self._set_awake(1)
 
     def wait_for(self, call: SyncCall) -> bool:
         """Wait for the answer to a call; whether it came in time. One caller at a time takes messages."""

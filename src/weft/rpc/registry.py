@@ -6,6 +6,7 @@ the agent that it made, and so do the threads of that agent's pool.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -90,3 +91,15 @@ def end_worker(failure: str | None = None) -> None:
     agent = own_agent()
     if agent is not None:
         agent.end(None if failure is None else f"its rank failed: {failure}")
+
+
+def _forget_in_child() -> None:
+    """A forked child has its parent's memory, but is no worker: it must not speak in its parent's name."""
+    for agent in _agents:
+        agent.is_ended = True
+    _agents.clear()
+    _kept.clear()
+    _mine.agent = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -144,7 +144,8 @@ class RemoteMethods(Refusals):
         """Call `fn` with each of the module's submodules, on its worker. What `fn` holds is a copy there."""
         if not callable(fn):
             raise ConfigTypeError(
-                f"Method ``apply`` not supported for RemoteModule with a {type(fn)}: fn must be a function."
+                f"Method ``apply`` not supported for RemoteModule with a {type(fn)}: "
+                "fn must be a function of a module."
             )
         return self._change("apply", fn)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
-from weft.errors import PeerTimeoutError, StateError
+from weft.errors import PeerError, PeerTimeoutError, StateError
 from weft.rpc import proxy, registry, torch_names
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import fresh_copy
@@ -178,10 +178,17 @@ class RRef(Generic[T]):
         if self._creation is not None and self._creation.done():
             try:
                 self._creation.wait()
-            except TimeoutError as error:
+            except PeerTimeoutError as error:
                 raise PeerTimeoutError(
                     f"{self}: RRef creation via rpc.remote() timed out, and it is possible that the RRef on "
                     f"the owner node does not exist. {error}"
+                ) from error
+            except PeerError:
+                raise
+            except Exception as error:
+                raise StateError(
+                    f"{self}: RRef creation via rpc.remote() failed, and it is possible that the RRef on the "
+                    f"owner node does not exist. {error}"
                 ) from error
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:

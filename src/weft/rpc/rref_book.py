@@ -57,6 +57,7 @@ class RRefBook:
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
         self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
         self._confirmed = threading.Condition()
+        self._is_closed = False
         self._users: dict[GlobalId, weakref.ref[RRef[Any]]] = {}
 
     def new_id(self) -> GlobalId:
@@ -70,7 +71,7 @@ class RRefBook:
         with self._lock:
             owned = self._owned.setdefault(rref_id, OwnedValue(rref_id))
             owned.promised_by = None
-            if fork_id is not None:
+            if fork_id is not None and not self._is_lost(holder_id):
                 owned.holders[fork_id] = holder_id
             return owned
 
@@ -160,7 +161,20 @@ class RRefBook:
     def wait_confirmed(self, rrefs: Sequence[RRef[Any]]) -> None:
         """Wait until the owners know of these RRefs, or are gone."""
         with self._confirmed:
-            self._confirmed.wait_for(lambda: all(rref.is_settled() for rref in rrefs))
+            self._confirmed.wait_for(lambda: self._is_closed or all(rref.is_settled() for rref in rrefs))
+
+    def close(self) -> None:
+        """Hold nothing any more: RRefs that outlive the worker hold this."""
+        with self._lock:
+            held = [*self._owned.values(), *self._pins.values()]
+            self._owned.clear()
+            self._pins.clear()
+        del held  # not under the lock
+        self._users.clear()
+        self._unconfirmed.clear()
+        with self._confirmed:
+            self._is_closed = True
+            self._confirmed.notify_all()
 
     def give_back(self, cargo: Cargo) -> None:
         """Give back the forks of a message that could not be unpacked whole."""
@@ -214,15 +228,16 @@ class RRefBook:
                 owned = self._owned.get(GlobalId(*rref_id))
                 if owned is not None and owned.holders.pop(GlobalId(*fork_id), None) is not None:
                     released.append(owned)
-                    if not owned.holders:
+                    if not owned.holders and owned.promised_by is None:
                         del self._owned[owned.id]
+            owned = None  # only the list holds what goes
         self._let_go(released)
 
     def on_fork(self, sender_id: int, rref_id: GlobalId, fork_id: GlobalId, parent_id: int) -> None:
         """A worker has an RRef to a value of this one, from a third."""
         with self._lock:
             owned = self._find_or_promise(rref_id, parent_id)
-            if owned is not None:
+            if owned is not None and not self._is_lost(sender_id):
                 owned.holders[fork_id] = sender_id
         self._tell(sender_id, ("forked", fork_id, owned is not None))
 
@@ -258,10 +273,11 @@ class RRefBook:
             released = [owned for owned in self._owned.values() if peer_id in owned.holders.values()]
             for owned in released:
                 owned.holders = {fork: holder for fork, holder in owned.holders.items() if holder != peer_id}
-                if not owned.holders:
+                if not owned.holders and owned.promised_by is None:
                     del self._owned[owned.id]
-        self._let_go([*pinned, *released])
-        del pinned, released
+            going, owned = [*pinned, *released], None
+            del pinned, released
+        self._let_go(going)
         for owned in promised:
             why = f"worker {peer_id}, which was to have it made or had it, died before it was."
             owned.set(error=PeerError(f"OwnerRRef({owned.id}): there is no value: {why}", [peer_id]))

@@ -141,6 +141,8 @@ class Server:
     # Calls
 
     def _serve_call(self, message: Message, sender: Peer) -> None:
+        if self._agent.is_ended:
+            return  # what has not begun when the worker ends does not begin
         try:
             result, future = self._run(message, message.body, sender)
         except BaseException as error:
@@ -184,6 +186,8 @@ class Server:
         return lambda: self._serve_remote(message, sender, owned)
 
     def _serve_remote(self, message: Message, sender: Peer, owned: OwnedValue) -> None:
+        if self._agent.is_ended:
+            return
         try:
             result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :], sender)
         except BaseException as error:

@@ -17,12 +17,14 @@ import zmq.utils.z85
 if TYPE_CHECKING:
     from weft.rpc.links import Link
 
-# A peer has published its address by the time it is called: a link that is not up by then won't come up.
+# A peer listens before it is called: one that has not taken the connection by then won't.
 CONNECT_SECS = 1.5
+_HANDSHAKE_SECS = 30.0
 _FLUSH_MS = 1
 _BELL = "inproc://bell"
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_MONITOR_STOPPED
@@ -104,10 +106,10 @@ class Watch:
         """How long nothing need be done unless something happens."""
         if self._overflowing:
             return _FLUSH_MS
-        opened = [link.opened_at for link in self._links.values() if not link.is_up and not link.is_closed]
-        if not opened:
+        ends = [link.gives_up_at for link in self._links.values() if not link.is_up and not link.is_closed]
+        if not ends:
             return None
-        return max(0, int((min(opened) + CONNECT_SECS - time.monotonic()) * 1000) + 1)
+        return max(0, int((min(ends) - time.monotonic()) * 1000) + 1)
 
     def _obey(self, order: tuple[Link, zmq.Socket[bytes] | None] | None) -> bool:
         """Do what another thread asked for; whether that is to end."""
@@ -133,12 +135,16 @@ class Watch:
         """Act on what happened to a link."""
         link = self._links[monitor]
         event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_CONNECTED:
+            # It is there. It may be busy for long (Python's lock, a debugger) before it answers.
+            link.gives_up_at = time.monotonic() + _HANDSHAKE_SECS
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.is_up = True
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._lose(link, "it does not know the same secret")
-        elif event == zmq.EVENT_DISCONNECTED and link.is_up:
-            self._lose(link, "its process ended, or the network to it broke")
+        elif event == zmq.EVENT_DISCONNECTED:
+            ended = "its process ended, or the network to it broke"
+            self._lose(link, ended if link.is_up else f"{ended}, or it does not know this worker's secret")
         elif event == zmq.EVENT_MONITOR_STOPPED:
             self._poller.unregister(monitor)
             monitor.close(linger=0)
@@ -147,7 +153,7 @@ class Watch:
     def _look_at_links(self) -> None:
         self._overflowing = {link for link in self._overflowing if not link.is_closed and not link.flush()}
         for link in self._links.values():
-            is_late = not link.is_up and time.monotonic() > link.opened_at + CONNECT_SECS
+            is_late = not link.is_up and time.monotonic() > link.gives_up_at
             if is_late and not link.is_closed:
                 self._lose(link, "it does not answer, or it does not know this worker's secret")
 
