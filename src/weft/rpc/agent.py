@@ -140,6 +140,8 @@ class Agent:
         """Send a message to a peer. Raises PeerError when it is gone."""
         if peer.lost is not None:
             raise peer.gone_error("a message")
+        if self.is_ended:  # or this is a child that was forked: the rings are its parent's
+            raise self.ended_error()
         self.introduce(peer)
         self._send(peer, kind, call_id, body, buffers)
 

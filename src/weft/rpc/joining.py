@@ -115,7 +115,7 @@ class Meeting:
     def _wait_for(self, key: str, who: str) -> bytes:
         try:
             return self._corner.get(key)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:  # DistStoreError; of a file store a plain one
             raise PeerTimeoutError(
                 f"init_rpc: {who} did not come within {self._timeout.total_seconds():g} seconds "
                 "(rpc_timeout). Every worker must call init_rpc with the same world_size and init_method."

@@ -12,6 +12,7 @@ never opened again, since nobody could tell which messages had arrived.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from weft.rpc.ring import Part, RingReader, RingWriter
 from weft.rpc.secret import Keys
 from weft.rpc.watching import CONNECT_SECS, Watch
 
+logger = logging.getLogger(__name__)
 # Between hosts only silence tells of a death that no packet tells of.
 _HEARTBEAT_MS = 400
 _SILENCE_MS = 1200
@@ -214,8 +216,15 @@ class Links:
         """The next message from any peer, if there is one. One thread at a time."""
         if self._mail:
             return self._mail.popleft()
-        for place, (_, reader) in enumerate(self._readers):
-            parts = reader.read()
+        for place, (peer_id, reader) in enumerate(self._readers):
+            try:
+                parts = reader.read()
+            except Exception:
+                # Its writer broke the rules of the ring: nothing after that can be trusted.
+                logger.exception("weft.rpc: the ring of worker %d can't be read", peer_id)
+                self._lose(self._links[peer_id], "its messages can't be read")
+                self.drop(peer_id)
+                return None
             if parts is not None:
                 # The next look begins with the others, so that one peer can't crowd them out.
                 if len(self._readers) > 1:

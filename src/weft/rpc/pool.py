@@ -134,15 +134,18 @@ class Pool:
             if job is None:
                 return
             running = self._mine.running = _Running(self._num_looks)
-            self._running.add(running)
-            if not self._is_looked_after:
+            with self._lock:
+                self._running.add(running)
+                is_first = not self._is_looked_after
                 self._is_looked_after = True
+            if is_first:
                 self._begin()
             try:
                 job()
             except BaseException:
                 logger.exception("weft.rpc: a job failed; nobody was told")
             del job  # what it holds must not live until the next one comes
+            self._mine.running = None
             with self._lock:
                 self._running.discard(running)
                 if running.is_away:
@@ -226,11 +229,10 @@ class Pool:
     @contextmanager
     def blocking(self) -> Generator[None]:
         """Say that this thread waits for another worker, or for another thread's call, inside."""
-        if not self._mine.is_worker:
+        running = self._mine.running
+        if running is None:
             yield
             return
-        running = self._mine.running
-        assert running is not None
         with self._lock:
             self._num_blocked += 1
             was_away, running.is_away = running.is_away, True
