@@ -122,6 +122,15 @@ class Agent:
                 raise
             peer.is_linked = True  # from now on others may send
 
+    def reach(self, peer: Peer) -> None:
+        """Wait until the link to a peer is up. Raises PeerError when it can't be."""
+        self.introduce(peer)
+        why = self.links.wait_up(peer.info.id)
+        if why is not None:
+            raise PeerError(
+                f"worker '{peer.info.name}' (id {peer.info.id}) can't be reached: {why}.", [peer.info.id]
+            )
+
     def use_ring(self, peer: Peer) -> None:
         """Go on through shared memory: the peer has opened the ring that this worker offered."""
         last = Message(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(("to ring",)))

@@ -108,7 +108,7 @@ def remote(
 
 def _check_callable(func: object) -> None:
     if not callable(func):
-        raise ConfigTypeError(f"function should be callable, not {func!r}.")
+        raise ConfigTypeError(f"function should be callable. {func!r} is not.")
 
 
 # Who is there

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from weft.errors import ConfigError, PeerTimeoutError, StateError, UnfitError
+from weft.errors import ConfigError, PeerError, PeerTimeoutError, StateError, UnfitError
 from weft.rpc.agent import Agent
 from weft.rpc.devices import WorkerDevices, check_device_maps
 from weft.rpc.directory import device_map_of
@@ -40,6 +40,7 @@ from weft.rpc.workers import (
 
 Store = Any  # torch.distributed.Store, which is not declared as exported
 _LONGEST_WAIT_SECS = 24 * 3600.0
+_SAME_SECRET = "All workers must have the same secret (WEFT_RPC_SECRET, or the option secret=)."
 _SECRET_KEY = "secret"  # among the members of a dynamic group, whose other keys are ids
 _WILDCARDS = ("0.0.0.0", "::", "*")
 
@@ -111,6 +112,19 @@ class Meeting:
             Card.decode(self._wait_for(f"card/{rank}", f"rank {rank} of {world_size}"))
             for rank in range(world_size)
         ]
+
+    def report(self, rank: int, problem: str) -> None:
+        """Say whether this worker can talk to the first; what is wrong, or nothing."""
+        self._corner.set(f"report/{rank}", problem or "-")
+
+    def read_reports(self, rank: int, world_size: int) -> str:
+        """What is wrong with the workers of a static group, once all have said. The first one gathers it."""
+        if rank == 0:
+            reports = [self._wait_for(f"report/{other}", f"rank {other}") for other in range(1, world_size)]
+            problems = " ".join(report.decode() for report in reports if report != b"-")
+            self._corner.set("verdict", problems or "-")
+        verdict = self._wait_for("verdict", "the first worker (rank 0)").decode()
+        return "" if verdict == "-" else verdict
 
     def _wait_for(self, key: str, who: str) -> bytes:
         try:
@@ -217,6 +231,10 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
         _check_devices(cards, is_static=bool(world_size))
         for other in cards:
             agent.directory.add(other)
+        if world_size:
+            _check_links(agent, meeting, world_size)
+        else:
+            _check_entry(agent)
         # Calls that came before are heard now: who runs one must know everybody.
         agent.start()
         return agent
@@ -226,6 +244,38 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
         if world_size:
             meeting.remove_secret()
         raise
+
+
+def _check_links(agent: Agent, meeting: Meeting, world_size: int) -> None:
+    """Raise on every worker when one of them can't reach the first: another secret, another network."""
+    if agent.info.id != 0:
+        problem = ""
+        try:
+            agent.reach(agent.peers[0])
+        except PeerError as error:
+            problem = f"worker '{agent.info.name}' (id {agent.info.id}): {error}"
+        meeting.report(agent.info.id, problem)
+    problems = meeting.read_reports(agent.info.id, world_size)
+    if problems:
+        raise PeerError(
+            f"init_rpc: not all workers can talk to each other. {problems} {_SAME_SECRET}",
+            [agent.info.id],
+        )
+
+
+def _check_entry(agent: Agent) -> None:
+    """Raise when none of those who are in a dynamic group lets this worker in."""
+    others = [peer for peer in agent.peers.values() if peer.info != agent.info and is_listening(peer.card)]
+    problem: PeerError | None = None
+    for other in others:
+        try:
+            agent.reach(other)
+        except PeerError as error:
+            problem = error
+        else:
+            return
+    if problem is not None:
+        raise PeerError(f"init_rpc: {problem} {_SAME_SECRET}", problem.ranks) from problem
 
 
 def _find_member(meeting: Meeting, key: str | int) -> Card | None:

@@ -45,6 +45,7 @@ class Link:
         self.lock = threading.Lock()  # a zmq socket and a ring are for one thread at a time
         self.gives_up_at = time.monotonic() + CONNECT_SECS
         self.is_up = False
+        self.why: str | None = None  # it was lost
         self.is_closed = False
         self.offered: RingWriter | None = None
         self._ring: RingWriter | None = None
@@ -187,6 +188,13 @@ class Links:
                 socket.send_multipart(parts)
                 socket.close(linger=_GOODBYE_MS)
 
+    def wait_up(self, peer_id: int) -> str | None:
+        """Wait until a peer has proved the secret; None then, else why it has not."""
+        link = self._links[peer_id]
+        while not link.is_up and link.why is None:
+            threading.Event().wait(0.001)
+        return None if link.is_up else link.why
+
     def is_open(self, peer_id: int) -> bool:
         """Whether there is a link to the peer."""
         link = self._links.get(peer_id)
@@ -275,6 +283,7 @@ class Links:
             self._readers = [(number, reader) for number, reader in self._readers if number != peer_id]
 
     def _lose(self, link: Link, why: str) -> None:
+        link.why = why
         is_news = not link.is_closed and self._links.get(link.peer_id) is link
         link.close(0)
         if is_news and not self.is_closing:

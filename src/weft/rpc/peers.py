@@ -51,8 +51,9 @@ class Peer:
 
     def gone_error(self, what: str) -> PeerError:
         """What a caller sees who asks this worker after it went."""
+        why = self.lost or "its process ended, or the network to it broke"
         return PeerError(
-            f"worker '{self.info.name}' (id {self.info.id}) is gone: {self.lost}. {what} was not sent.",
+            f"worker '{self.info.name}' (id {self.info.id}) is gone: {why}. {what} was not sent.",
             [self.info.id],
         )
 

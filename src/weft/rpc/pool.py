@@ -200,7 +200,8 @@ class Pool:
         """Whether this thread may do a job: another one must be free to hear. The lock is held."""
         if self._num_free <= 1 and len(self._threads) - self._num_blocked <= self._limit:
             self._add_thread()
-        return self._num_free > 1
+        num_active = len(self._threads) - self._num_free - self._num_blocked
+        return self._num_free > 1 and num_active < self._limit
 
     def look_after(self) -> float | None:
         """See to jobs that take their time: their threads don't count as awake any more.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
-from weft.errors import PeerError, PeerTimeoutError, StateError
+from weft.errors import PeerError, PeerTimeoutError, StateError, UnfitError
 from weft.rpc import proxy, registry, torch_names
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import fresh_copy
@@ -40,6 +40,11 @@ class RRef(Generic[T]):
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling "
             "`rpc.init_rpc`)?"
         )
+        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
+            raise UnfitError(
+                "type_hint should only be specified when the RRef being created contains a ScriptModule, and "
+                f"this is a {type(value).__name__}."
+            )
         owned = OwnedValue(agent.book.new_id())
         owned.set(value)
         self._init(agent, agent.info, owned.id, owned)
