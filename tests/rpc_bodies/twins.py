@@ -92,7 +92,6 @@ def errors(w: Worker) -> dict[str, tuple[Callable[[], Any], str]]:
         "no worker at all": (lambda: rpc.rpc_sync(None, nothing), "Cannot get WorkerInfo from name None"),
         "no function": (lambda: rpc.rpc_sync(to, 3), "function should be callable."),
         "too few arguments": (lambda: rpc.rpc_sync(to, add), "missing 2 required positional arguments"),
-        "an operator without": (lambda: rpc.rpc_sync(to, torch.add, ()), "add"),
         "sizes that don't fit": (
             lambda: rpc.rpc_sync(to, torch.add, (torch.ones(2), torch.ones(3))),
             "size of tensor",

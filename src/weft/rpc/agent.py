@@ -262,7 +262,8 @@ class Agent:
         if self.list_members is not None:
             for card in self.list_members():
                 self.directory.add(card)
-        return [peer.info for _, peer in sorted(self.peers.items()) if not peer.has_left]
+        peers = [peer for _, peer in sorted(self.peers.items())]
+        return [peer.info for peer in peers if self.is_static or not peer.has_left]
 
     def get_debug_info(self) -> dict[str, str]:
         """Numbers for the curious, under torch's names."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import StateError
+from weft.errors import PeerError, StateError
 from weft.rpc.failures import Failure, rebuild_failure
 from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
 from weft.rpc.tensors import Route, TensorPost
@@ -152,7 +152,7 @@ class Packer:
         try:
             tensors: Sequence[torch.Tensor] = ()
             if descriptors is not None:
-                tensors = self._post.unpack(descriptors, buffers[num_own:], route)
+                tensors = self._unpack_tensors(descriptors, buffers[num_own:], route)
             obj = unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
             if cargo.unconfirmed and settle is not None:
                 settle(cargo.unconfirmed)
@@ -161,6 +161,16 @@ class Packer:
             under_way.cargo = outer
             if cargo.forks:
                 self._unclaimed(cargo)
+
+    def _unpack_tensors(self, descriptors: Any, buffers: Sequence[Any], route: Route) -> list[torch.Tensor]:
+        try:
+            return self._post.unpack(descriptors, buffers, route)
+        except PeerError as error:
+            raise PeerError(
+                f"worker '{route.peer_name}' (id {route.peer_id}) is gone, and with it the memory that held "
+                "the tensors it sent.",
+                [route.peer_id],
+            ) from error
 
 
 class _PlainUnpickler(pickle.Unpickler):

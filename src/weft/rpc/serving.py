@@ -166,8 +166,7 @@ class Server:
         if not isinstance(result, torch._C.Future):
             raise StateError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-                f"but {getattr(function, '__qualname__', function)} returned {result!r}, a "
-                f"{type(result).__name__}."
+                f"but got {type(result)} from {getattr(function, '__qualname__', function)}."
             )
         return None, cast("torch.futures.Future[Any]", result)
 
