@@ -142,7 +142,10 @@ class Caller:
             # The peer may be found dead at any time: from now on that answers the call.
             self._agent.send(peer, kind, call.id, body, buffers)
         except PeerError as error:
-            is_found_dead = peer.lost is not None or peer.is_linked
+            # A link that broke is closed before its worker is known to be lost.
+            is_found_dead = not isinstance(error, PeerTimeoutError) and (
+                peer.lost is not None or peer.is_linked
+            )
             self._agent.give_answer(call.id, peer.gone_error(call.what) if is_found_dead else error)
             return False
         except BaseException:

@@ -271,7 +271,7 @@ def _check_entry(agent: Agent) -> None:
         try:
             agent.reach(other)
         except PeerError as error:
-            problem = error
+            problem = error if is_listening(other.card) else problem  # it may have left meanwhile
         else:
             return
     if problem is not None:
