@@ -58,7 +58,7 @@ def test_a_full_ring_has_room_again_when_it_is_read() -> None:
 
 
 def test_large_messages_leave_nothing_behind() -> None:
-    """A message larger than the ring takes memory of its own, until it is read and the next one is written."""
+    """A message larger than the ring takes memory of its own, until it is read and another is written."""
     writer = RingWriter()
     reader = RingReader(writer.name, 0)
     assert writer.write([bytes(3 * RING_BYTES)])
