@@ -61,13 +61,16 @@ class SyncCall(Call):
         self._answered.acquire()
         self._ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
         self.reply: Answer | None = None
-        self.when_answered: Callable[[], None] | None = None
+        self.when_answered: Callable[[], None] | None = (
+            None  # told if another thread answers
+        )
+        self._caller = threading.get_ident()
 
     def answer(self, answer: Answer) -> None:
         """Take the answer and wake the caller."""
         self.reply = answer
         self._answered.release()
-        if self.when_answered is not None:
+        if self.when_answered is not None and threading.get_ident() != self._caller:
             self.when_answered()
 
     def left_secs(self) -> float:

@@ -94,7 +94,8 @@ class Pool:
         self._running: set[_Running] = set()
         self._num_looks = 0
         self._is_looked_after = False
-        self._last_job_at = 0.0
+        self._num_begun = 0
+        self._last_look = (0.0, 0)  # when there was work, and how many jobs had begun
         self._mine = _Mine()
 
     def start(self) -> None:
@@ -136,6 +137,7 @@ class Pool:
             running = self._mine.running = _Running(self._num_looks)
             with self._lock:
                 self._running.add(running)
+                self._num_begun += 1
                 is_first = not self._is_looked_after
                 self._is_looked_after = True
             if is_first:
@@ -216,10 +218,10 @@ class Pool:
                     running.is_away = True
                     self._set_awake(-1)
             is_watched = any(not running.is_away for running in self._running)
-            if is_watched:
-                self._last_job_at = now
+            if is_watched or self._last_look[1] != self._num_begun:
+                self._last_look = (now, self._num_begun)
             is_waiting = not self._num_awake and (bool(self._backlog) or self._ear.has_mail())
-            if not is_watched and now - self._last_job_at > _QUIET_SECS:
+            if now - self._last_look[0] > _QUIET_SECS:
                 self._is_looked_after = False
         if is_waiting:
             self._ear.bell.wake()
