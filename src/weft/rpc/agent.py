@@ -43,6 +43,7 @@ from weft.rpc.workers import Card, WorkerInfo
 logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
+_DEFER_SECS = 0.001
 _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
@@ -79,6 +80,8 @@ class Agent:
         self._ending = threading.Lock()
         self._is_ending = False
         self._scan_at = float("inf")
+        self._deferring: set[Peer] = set()
+        self._drop_at = 0.0
         self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
         self.server = Server(self)
@@ -152,7 +155,23 @@ class Agent:
         if self.is_ended:  # or this is a child that was forked: the rings are its parent's
             raise self.ended_error()
         self.introduce(peer)
+        if peer.deferred:
+            self._send_deferred(peer, is_quiet=True)
         self._send(peer, kind, call_id, body, buffers)
+
+    def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
+        """Answer a call that nobody waits for just now: with the next message to that peer, or soon."""
+        peer.deferred.append(encode_message(Message(Kind.RESULT, self.info.id, call_id, self.epoch, body)))
+        self._deferring.add(peer)
+        self.clock.note(time.monotonic() + _DEFER_SECS)
+
+    def _send_deferred(self, peer: Peer, *, is_quiet: bool) -> None:
+        """Send what was deferred; quietly, where the next message wakes the peer anyway."""
+        try:
+            while peer.deferred:
+                self.links.send(peer.info.id, peer.deferred.popleft(), is_answer=True, is_quiet=is_quiet)
+        except (IndexError, PeerError):
+            return  # another thread has sent it, or the peer is gone
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker's book something; nothing is done when that worker is gone."""
@@ -225,11 +244,15 @@ class Agent:
                 "inf"
             )  # before the look: what is noted meanwhile is seen by it, or lowers this
             self.note_deadline(self.calls.next_deadline() or float("inf"))
-        self._tell_drops()
+        if self._dropped and now >= self._drop_at:
+            self._tell_drops()
+        while self._deferring:
+            self._send_deferred(self._deferring.pop(), is_quiet=False)
         next_look = self.pool.look_after()
         if next_look is None:
             self.post.trim()
-        wake_at = min(self._scan_at, next_look or float("inf"))
+        drop_at = self._drop_at if self._dropped else float("inf")
+        wake_at = min(self._scan_at, next_look or float("inf"), drop_at)
         return None if wake_at == float("inf") else wake_at
 
     def note_deadline(self, deadline: float) -> None:
@@ -305,8 +328,10 @@ class Agent:
     def drop_rref(self, owner_id: int, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """Tell an owner that an RRef is gone. May be called by the garbage collector, at any moment."""
         if not self.is_ended:
+            if not self._dropped:
+                self._drop_at = time.monotonic() + _DROP_SECS
             self._dropped.append((owner_id, rref_id, fork_id))
-            self.clock.note(time.monotonic() + _DROP_SECS)
+            self.clock.note(self._drop_at)
 
     def _tell_drops(self) -> None:
         """Tell owners of the RRefs that are gone, many at a time."""

@@ -61,9 +61,7 @@ class SyncCall(Call):
         self._answered.acquire()
         self._ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
         self.reply: Answer | None = None
-        self.when_answered: Callable[[], None] | None = (
-            None  # told if another thread answers
-        )
+        self.when_answered: Callable[[], None] | None = None  # told if another thread answers
         self._caller = threading.get_ident()
 
     def answer(self, answer: Answer) -> None:

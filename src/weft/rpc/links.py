@@ -52,7 +52,7 @@ class Link:
         self._bell: Bell | None = None
         self._waiting: deque[list[bytes]] = deque()  # for room in the ring
 
-    def send(self, parts: Sequence[Part], is_answer: bool) -> bool:
+    def send(self, parts: Sequence[Part], is_answer: bool, is_quiet: bool) -> bool:
         """Send one message; False when it waits for room. Raises PeerError when the link is closed."""
         with self.lock:
             if self.is_closed:
@@ -63,7 +63,8 @@ class Link:
             is_written = not self._waiting and self._ring.write(parts)
             if not is_written:
                 self._waiting.append([bytes(part) for part in parts])
-            self._bell.ring(is_answer=is_answer)
+            if not is_quiet:
+                self._bell.ring(is_answer=is_answer)
             return is_written
 
     def flush(self) -> bool:
@@ -200,15 +201,20 @@ class Links:
         link = self._links.get(peer_id)
         return link is not None and not link.is_closed
 
-    def send(self, peer_id: int, parts: Sequence[Part], *, is_answer: bool = False) -> None:
-        """Send one message. Raises PeerError when the link is closed; never waits."""
+    def send(
+        self, peer_id: int, parts: Sequence[Part], *, is_answer: bool = False, is_quiet: bool = False
+    ) -> None:
+        """Send one message; quietly, where another one follows at once and wakes the peer.
+
+        Raises PeerError when the link is closed; never waits.
+        """
         if peer_id == self._own_id:
             self.put_mail([bytes(part) for part in parts])
             return
         link = self._links.get(peer_id)
         if link is None:
             raise PeerError(f"there is no link to worker {peer_id}.", [peer_id])
-        if not link.send(parts, is_answer):
+        if not link.send(parts, is_answer, is_quiet):
             self._watch.flush_soon(link)
 
     def put_mail(self, parts: Sequence[Part]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from weft.errors import PeerError, PeerTimeoutError
@@ -26,6 +27,7 @@ class Peer:
         self.was_reached = True
         self.is_linked = False  # that it was opened, once
         self.was_told = False  # that this worker has given it up
+        self.deferred: deque[Sequence[bytes | memoryview]] = deque()  # messages that go with the next one
         self._in_flight = 0
         self._room = threading.Condition()
 

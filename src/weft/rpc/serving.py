@@ -19,7 +19,7 @@ from weft.rpc.failures import describe_failure
 from weft.rpc.functions import is_async
 from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
 from weft.rpc.owned import GlobalId, OwnedValue
-from weft.rpc.packing import Packed
+from weft.rpc.packing import PACKED_NONE, Packed
 from weft.rpc.peers import Peer
 from weft.rpc.wire import Kind, Message, WireError, decode_message, encode_message
 from weft.rpc.workers import Card
@@ -210,7 +210,7 @@ class Server:
             )
         owned.set(value, error)
         self._agent.book.release_unheld(owned)
-        self._reply(message, sender, None)
+        self._agent.defer(sender, message.call_id, PACKED_NONE)
 
     # Answers
 
