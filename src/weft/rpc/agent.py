@@ -203,14 +203,24 @@ class Agent:
     def take(self, call_id: int) -> Call | None:
         """Take a call out of the table, to answer it."""
         call = self.calls.take(call_id)
-        if call is not None and not call.is_internal:
-            self.peers[call.to.id].leave()
+        if call is not None:
+            self._count_out(call)
         return call
 
-    def give_answer(self, call_id: int, answer: Answer | None) -> None:
+    def _take_all(self, chosen: Callable[[Call], bool]) -> list[Call]:
+        calls = self.calls.take_all(chosen)
+        for call in calls:
+            self._count_out(call)
+        return calls
+
+    def _count_out(self, call: Call) -> None:
+        if not call.is_internal:  # weft's own are not counted in
+            self.peers[call.to.id].leave()
+
+    def give_answer(self, call_id: int, answer: Answer) -> None:
         """Answer a call from another thread than the pool's."""
         call = self.take(call_id)
-        if call is not None and answer is not None:
+        if call is not None:
             self._answer(call, answer)
 
     def _answer(self, call: Call, answer: Answer) -> None:
@@ -236,13 +246,9 @@ class Agent:
     def _time_out(self) -> float | None:
         now = time.monotonic()
         if now >= self._scan_at:
-            for call in self.calls.take_all(lambda call: call.deadline is not None and call.deadline <= now):
-                if not call.is_internal:
-                    self.peers[call.to.id].leave()
+            for call in self._take_all(lambda call: call.deadline is not None and call.deadline <= now):
                 self._answer(call, call.timeout_error())
-            self._scan_at = float(
-                "inf"
-            )  # before the look: what is noted meanwhile is seen by it, or lowers this
+            self._scan_at = float("inf")  # before the look: what is noted meanwhile is seen, or lowers it
             self.note_deadline(self.calls.next_deadline() or float("inf"))
         if self._dropped and now >= self._drop_at:
             self._tell_drops()
@@ -315,9 +321,7 @@ class Agent:
         peer = self.peers.get(peer_id)
         if peer is None or self.is_ended or not peer.lose(why, has_left=has_left):
             return
-        for call in self.calls.take_all(lambda call: call.to.id == peer_id):
-            if not call.is_internal:
-                peer.leave()
+        for call in self._take_all(lambda call: call.to.id == peer_id):
             self._answer(call, peer.lost_error(call.what))
         self.links.drop(peer_id)
         self.book.on_lost(peer_id)
@@ -366,7 +370,7 @@ class Agent:
         self.is_ended = True
         registry.remove(self)
         self.links.stop()
-        for call in self.calls.take_all(lambda call: True):
+        for call in self._take_all(lambda call: True):
             self._answer(call, self.ended_error())
         self.book.close()
         self.pool.join(_JOIN_SECS)

@@ -28,12 +28,8 @@ class Clock:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, errand: Callable[[], None]) -> None:
-        """Have `errand` done soon. It must not wait, nor raise."""
-        self._errands.put(errand)
-
     def put_later(self, when: float, errand: Callable[[], None]) -> None:
-        """Have `errand` done at a time of time.monotonic()."""
+        """Have `errand` done at a time of time.monotonic(). It must not wait."""
 
         def keep() -> None:
             self._later.append((when, errand))
