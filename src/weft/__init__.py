@@ -1,10 +1,12 @@
 """weft: distributed training for PyTorch, in Python that people can read and change."""
 
-from weft import comm, comm_hooks, fsdp, join, optimizers, rpc, tensor_parallel
+from weft import comm, comm_hooks, dist_autograd, fsdp, join, optimizers, rpc, tensor_parallel
 from weft.comm import Handle, desync_check, record
 from weft.comm_hooks import GradBucket
 from weft.data_parallel import DistributedDataParallel, replicate
+from weft.dist_autograd import DistributedOptimizer
 from weft.errors import (
+    BackwardError,
     ConfigError,
     ConfigTypeError,
     DesyncError,
@@ -43,12 +45,14 @@ from weft.optimizers import (
 from weft.rpc import RemoteModule
 
 __all__ = [
+    "BackwardError",
     "CPUOffloadPolicy",
     "ConfigError",
     "ConfigTypeError",
     "DataParallelMeshDims",
     "DesyncError",
     "DistributedDataParallel",
+    "DistributedOptimizer",
     "FSDPModule",
     "GradBucket",
     "Handle",
@@ -75,6 +79,7 @@ __all__ = [
     "comm",
     "comm_hooks",
     "desync_check",
+    "dist_autograd",
     "fsdp",
     "fully_shard",
     "get_total_norm",

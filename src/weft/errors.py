@@ -9,7 +9,8 @@
     ├── StateError         a call at the wrong time: a closed group, say        (RuntimeError)
     ├── PeerError          another rank died, left or failed; names the ranks   (RuntimeError)
     │   ├── PeerTimeoutError   ranks that did not arrive in time                (TimeoutError)
-    │   └── DesyncError        ranks that called different things
+    │   ├── DesyncError        ranks that called different things
+    │   └── BackwardError      a worker's part of a distributed backward raised something
     ├── LaunchError        a launched function failed; holds every rank's traceback (RuntimeError)
     │   └── LaunchTimeoutError the launched run went past its timeout; holds every stack (TimeoutError)
     └── InternalError      a bug in weft                                        (AssertionError)
@@ -71,6 +72,10 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 class DesyncError(PeerError):
     """Ranks of one group called collectives that don't fit together."""
+
+
+class BackwardError(PeerError):
+    """A worker's part of a distributed backward failed; what it raised is the `__cause__`."""
 
 
 class LaunchError(WeftError, RuntimeError):

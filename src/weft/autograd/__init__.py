@@ -10,12 +10,15 @@ from weft.autograd.backward import (
     unseen_by_autograd,
     will_run,
 )
+from weft.autograd.homes import announce_gradients, on_announcement
 
 __all__ = [
     "accumulation_node",
+    "announce_gradients",
     "current_backward",
     "current_node",
     "is_reachable",
+    "on_announcement",
     "on_backward_end",
     "set_versions",
     "unseen_by_autograd",

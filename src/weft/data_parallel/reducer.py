@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from weft.autograd import current_backward, current_node, on_backward_end
+from weft.autograd import announce_gradients, current_backward, current_node, on_backward_end
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arrivals import Listener
@@ -172,6 +172,7 @@ class Reducer:
         finish = self._make_end()
         step = self._step = Step(weakref.ref(finish), current_backward())
         on_backward_end(finish)
+        announce_gradients(self._params, is_memory_reused=self.keeps_buffers)
         if is_synced:
             self._begin_reducing(step)
         return step
@@ -384,8 +385,6 @@ class Reducer:
 
     def _rank(self) -> int:
         return state_of(self.group).global_rank
-
-    # Other ranks' steps
 
     def shadow(self) -> None:
         """Take part in a reduction of the others with no gradients of one's own (uneven inputs).

@@ -52,6 +52,11 @@ def defer_hooks(param: torch.Tensor, reducer: weakref.ref[Any]) -> bool:
     return bool(users)
 
 
+def reducers_of(param: torch.Tensor) -> list[Any]:
+    """The reducers that listen to this parameter."""
+    return list(_other_reducers(param, None))
+
+
 def is_heard_elsewhere(param: torch.Tensor, reducer: object) -> bool:
     """Whether another reducer listens to this parameter too."""
     return any(True for _ in _other_reducers(param, reducer))

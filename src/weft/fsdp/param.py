@@ -113,6 +113,7 @@ class ShardedParam:
             self.whole = nn.Parameter(tensor, requires_grad=needs_gradient)
         else:
             self.whole = make_parameter(tensor, with_dtype(spec, tensor.dtype), requires_grad=needs_gradient)
+        self.whole._weft_is_whole = True  # type: ignore[attr-defined]
 
     def point_whole(self, tensor: torch.Tensor) -> None:
         """Let the whole parameter be this tensor. The parameter itself stays: autograd knows it."""
@@ -153,6 +154,11 @@ class ShardedParam:
         """The sharded gradient as users see it."""
         spec = cast("DTensor", self.sharded)._spec
         return make_dtensor(local.view(self.local_shape), with_dtype(spec, local.dtype))
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it is what modules compute with in place of a sharded parameter."""
+    return hasattr(tensor, "_weft_is_whole")
 
 
 def arranged_by_rank(grad: torch.Tensor, split: Split) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.autograd import current_backward, on_backward_end
+from weft.autograd import announce_gradients, current_backward, on_backward_end
 from weft.errors import ConfigError, StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.group import ParamGroup, Shown
@@ -144,6 +144,7 @@ class Tree:
         if current_backward() is None:
             raise StateError("fully_shard: a hook of backward ran outside of one.")
         self.is_in_backward = True
+        announce_gradients([param.sharded for group in self._groups for param in group.params])
         self._begin_phases("backward")
         alive = _Alive(self.end_backward)
         self._end_callback = weakref.ref(alive)

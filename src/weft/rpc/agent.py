@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.errors import ConfigError, PeerError, StateError
 from weft.local.segment import SegmentName
-from weft.rpc import registry
+from weft.rpc import registry, tracking
 from weft.rpc.calling import Caller
 from weft.rpc.calls import Answer, Call, CallTable
 from weft.rpc.clock import Clock
@@ -68,8 +68,9 @@ class Agent:
         self.post = TensorPost(info.id)
         # A worker that takes a dead one's place in a late group must not give out its ids again.
         first_id = secrets.randbits(62) if is_late_group else 0
-        self.book = RRefBook(info.id, first_id, self.tell, self.is_lost, self._let_go)
-        self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo)
+        self.book = RRefBook(info.id, first_id, self.tell, self.is_lost, self.let_go)
+        self.tracker = None if tracking.make_tracker is None else tracking.make_tracker(self)
+        self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo, self.tracker)
         self.directory = Directory(info, options.device_maps, look_up or (lambda _: None))
         self.peers = self.directory.peers
         self.when_lost: list[Callable[[Peer], None]] = []
@@ -182,7 +183,7 @@ class Agent:
         except (PeerError, StateError):
             logger.debug("worker %s is gone; it was to hear %s", worker_id, notice)
 
-    def _let_go(self, things: list[Any]) -> None:
+    def let_go(self, things: list[Any]) -> None:
         """Drop what users' finalizers may belong to: on the pool, where they may wait."""
         if things:
             self.pool.submit(things.clear)
@@ -326,6 +327,8 @@ class Agent:
         self.links.drop(peer_id)
         self.book.on_lost(peer_id)
         self.post.release_peer(peer_id)
+        if self.tracker is not None:
+            self.tracker.on_lost(peer_id)
         for hear in list(self.when_lost):
             hear(peer)
 
@@ -373,6 +376,8 @@ class Agent:
         for call in self._take_all(lambda call: True):
             self._answer(call, self.ended_error())
         self.book.close()
+        if self.tracker is not None:
+            self.tracker.close()
         self.pool.join(_JOIN_SECS)
         self.pool.finish_backlog()
         self.links.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weft.errors import PeerError, PeerTimeoutError, StateError
 from weft.rpc.calls import AsyncCall, Call, CallFuture, SyncCall
 from weft.rpc.directory import Destination
@@ -12,6 +14,8 @@ from weft.rpc.notices import REMOTE_IDS, write_notice
 from weft.rpc.owned import OwnedValue
 from weft.rpc.peers import Peer
 from weft.rpc.rref import RRef
+from weft.rpc.tensors import Route
+from weft.rpc.tracking import here
 from weft.rpc.wire import Kind
 
 if TYPE_CHECKING:
@@ -101,12 +105,16 @@ class Caller:
         if peer.lost is not None:
             raise peer.gone_error(call.what)
         self._enter(peer, call)
-        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id)), [])
+        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id, _context_id())), [])
         try:
             return self._wait(call)
         except PeerTimeoutError:
             rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
             raise
+
+    def launch(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], route: Route) -> None:
+        """Send a call of weft's own, which sees to its answer itself."""
+        self._launch(self._agent.directory.find(call.to.id), call, Kind.CALL, (func, args, {}), route=route)
 
     def _future_call(self, peer: Peer, what: str, timeout_secs: float) -> AsyncCall:
         return AsyncCall(
@@ -118,11 +126,20 @@ class Caller:
             limit, blocking = self._agent.options.max_in_flight, self._agent.pool.blocking
             peer.enter(limit, call.timeout_secs, call.what, blocking)
 
-    def _launch(self, peer: Peer, call: Call, kind: Kind, payload: tuple[Any, ...], ids: bytes = b"") -> None:
+    def _launch(
+        self,
+        peer: Peer,
+        call: Call,
+        kind: Kind,
+        payload: tuple[Any, ...],
+        ids: bytes = b"",
+        route: Route | None = None,
+    ) -> None:
         """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
         self._enter(peer, call)
         try:
-            packed = self._agent.packer.pack(payload, peer.calling)
+            context_id = 0 if call.is_internal else _context_id()
+            packed = self._agent.packer.pack(payload, route or peer.calling, context_id)
         except BaseException:
             if not call.is_internal:
                 peer.leave()
@@ -166,6 +183,11 @@ class Caller:
             call.wait()
         assert call.reply is not None
         return self._agent.open_answer(call.reply)
+
+
+def _context_id() -> int:
+    """The context of distributed autograd that a call of this thread belongs to."""
+    return here.context_id if here.context_id and torch.is_grad_enabled() else 0
 
 
 def _name_of(func: Callable[..., Any]) -> str:

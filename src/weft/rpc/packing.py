@@ -16,17 +16,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.errors import PeerError, StateError
 from weft.rpc.failures import Failure, rebuild_failure
 from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
 from weft.rpc.tensors import Route, TensorPost
+from weft.rpc.tracking import Stub, Tracker
+from weft.tensors import find_tensors, map_tensors
 
-_PREFIX = struct.Struct("<II")  # bytes of the index, number of the pickle's own buffers
-_NO_INDEX = _PREFIX.pack(0, 0)
+# Bytes of the index, number of the pickle's own buffers, context of distributed autograd.
+_PREFIX = struct.Struct("<IIQ")
+_CONTEXT = struct.Struct("<8xQ")
+_NO_INDEX = _PREFIX.pack(0, 0, 0)
 PACKED_NONE = _NO_INDEX + pickle_object(None).body
 # What weft's own messages name, whatever the user allows.
 OWN_NAMES = (
+    "weft.dist_autograd.messages.find_part",
+    "weft.dist_autograd.messages.take_gradients",
     "weft.rpc.api._broadcast_to_followers",
     "weft.rpc.api._gather_to_leader",
     "weft.rpc.gathering.fail_gathering",
@@ -50,6 +57,8 @@ class Packed:
     buffers: list[memoryview]
     cargo: Cargo
     tensors: Any = None  # their descriptors
+    context_id: int = 0
+    stub: Stub | None = None  # what distributed autograd has noted of it
 
 
 @dataclass(slots=True)
@@ -90,8 +99,10 @@ class Packer:
         allow: Sequence[str] | None,
         unclaimed: Callable[[Cargo], None],
         undo: Callable[[Cargo], None],
+        tracker: Tracker | None = None,
     ) -> None:
         self._post = post
+        self._tracker = tracker
         self._allowed = None if allow is None else Allowed(allow, OWN_NAMES)
         self._unclaimed = unclaimed
         self._undo = undo
@@ -101,19 +112,25 @@ class Packer:
         if self._allowed is not None:
             self._allowed.check_call(function)
 
-    def pack(self, obj: object, route: Route) -> Packed:
-        """Pack an object for a peer. What it registered of RRefs is undone if it can't be packed."""
+    def pack(self, obj: object, route: Route, context_id: int = 0) -> Packed:
+        """Pack an object for a peer, as part of a context of distributed autograd where one is given.
+
+        What it registered of RRefs is undone if it can't be packed.
+        """
         outer, cargo = under_way.cargo, Cargo(route.peer_id)
         under_way.cargo = cargo
         try:
-            pickled = pickle_object(obj)
-            if not pickled.tensors and not pickled.buffers and not cargo.forks:
+            pickled = pickle_object(_without_parameters(obj) if context_id else obj)
+            if not pickled.tensors and not pickled.buffers and not cargo.forks and not context_id:
                 return Packed(_NO_INDEX + pickled.body, [], cargo)
             descriptors, buffers = self._post.pack(pickled.tensors, route) if pickled.tensors else (None, [])
-            index = pickle.dumps((descriptors, cargo.forks), 5)
-            prefix = _PREFIX.pack(len(index), len(pickled.buffers))
+            stub = None
+            if context_id and self._tracker is not None:
+                stub = self._tracker.on_send(context_id, pickled.tensors, route)
+            index = pickle.dumps((descriptors, cargo.forks, stub), 5)
+            prefix = _PREFIX.pack(len(index), len(pickled.buffers), context_id)
             body = b"".join((prefix, index, pickled.body))
-            return Packed(body, [*pickled.buffers, *buffers], cargo, descriptors)
+            return Packed(body, [*pickled.buffers, *buffers], cargo, descriptors, context_id, stub)
         except BaseException:
             self._undo(cargo)
             raise
@@ -129,6 +146,14 @@ class Packer:
         self._undo(packed.cargo)
         if packed.tensors is not None:
             self._post.withdraw(packed.tensors)
+        if packed.stub is not None and self._tracker is not None:
+            self._tracker.on_withdraw(packed.context_id, packed.stub)
+
+    def context_of(self, body: bytes | memoryview) -> int:
+        """The context of distributed autograd that a message belongs to; 0 for none that is open here."""
+        (context_id,) = _CONTEXT.unpack_from(body)
+        is_open = context_id and self._tracker is not None and self._tracker.is_open(context_id)
+        return context_id if is_open else 0
 
     def unpack(
         self,
@@ -141,18 +166,20 @@ class Packer:
 
         Raises what its classes raise, and RefusedError for what is not allowed.
         """
-        num_index_bytes, num_own = _PREFIX.unpack_from(body)
+        num_index_bytes, num_own, context_id = _PREFIX.unpack_from(body)
         start = _PREFIX.size + num_index_bytes
         view = memoryview(body)
         if not num_index_bytes:
             return unpickle_object(view[start:], buffers, (), self._allowed)
-        descriptors, forks = load_plain(view[_PREFIX.size : start])
+        descriptors, forks, stub = load_plain(view[_PREFIX.size : start])
         outer, cargo = under_way.cargo, Cargo(route.peer_id, list(forks))
         under_way.cargo = cargo
         try:
             tensors: Sequence[torch.Tensor] = ()
             if descriptors is not None:
                 tensors = self._unpack_tensors(descriptors, buffers[num_own:], route)
+            if context_id and self._tracker is not None:
+                tensors = self._tracker.on_receive(context_id, stub, tensors, route)
             obj = unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
             if cargo.unconfirmed and settle is not None:
                 settle(cargo.unconfirmed)
@@ -171,6 +198,18 @@ class Packer:
                 "the tensors it sent.",
                 [route.peer_id],
             ) from error
+
+
+def _without_parameters(obj: object) -> object:
+    """The object with plain tensors for its parameters: these would arrive as leaves, and get no gradient.
+
+    Those inside of modules and other objects stay: they are not what is computed with, but part of a copy.
+    """
+    if not any(isinstance(tensor, nn.Parameter) for tensor in find_tensors(obj)):
+        return obj
+    return map_tensors(
+        lambda tensor: tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor, obj
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import StateError
+from weft.rpc import tracking
 from weft.rpc.functions import async_execution, is_async
 
 if TYPE_CHECKING:
     from weft.rpc.rref import RRef
-
-# Set by distributed autograd when it is there: (context_id, roots, retain_graph).
-backward_in_context: Callable[[int, list[torch.Tensor], bool], None] | None = None
 
 
 class RRefProxy:
@@ -110,7 +108,7 @@ def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         raise StateError(f"RRef should contain a tensor for .backward(), not a {type(value).__name__}.")
     if context_id == -1:
         value.backward(retain_graph=retain_graph)
-    elif backward_in_context is None:
+    elif tracking.backward_in_context is None:
         raise StateError(f"Could not find autograd context with id: {context_id}")
     else:
-        backward_in_context(context_id, [value], retain_graph)
+        tracking.backward_in_context(context_id, [value], retain_graph)

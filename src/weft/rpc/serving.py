@@ -21,6 +21,7 @@ from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
 from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import PACKED_NONE, Packed
 from weft.rpc.peers import Peer
+from weft.rpc.tracking import here
 from weft.rpc.wire import Kind, Message, WireError, decode_message, encode_message
 from weft.rpc.workers import Card
 
@@ -43,6 +44,8 @@ class Server:
             "forked": agent.book.on_forked,
             "accept": agent.book.on_accept,
         }
+        if agent.tracker is not None:
+            self._notices.update(agent.tracker.notices)
 
     def accept(self, parts: Sequence[bytes | memoryview]) -> Job | None:
         """Take one message; what is to be done for it, if it can't be done here."""
@@ -106,7 +109,12 @@ class Server:
             agent.links.read_ring(sender_id)
         elif name == "fetch":
             sender = self._find_sender(message)
-            return None if sender is None else self._accept_fetch(message, sender, GlobalId(*arguments[0]))
+            rref_id, context_id = arguments
+            return (
+                None
+                if sender is None
+                else self._accept_fetch(message, sender, GlobalId(*rref_id), context_id)
+            )
         elif name == "bye":
             (failure,) = arguments
             why = "it has shut down (rpc.shutdown)" if failure is None else str(failure)
@@ -118,7 +126,7 @@ class Server:
             self._notices[name](sender_id, *ids)
         return None
 
-    def _accept_fetch(self, message: Message, sender: Peer, rref_id: GlobalId) -> Job | None:
+    def _accept_fetch(self, message: Message, sender: Peer, rref_id: GlobalId, context_id: int) -> Job | None:
         owned = self._agent.book.find(rref_id)
         if owned is None:
             error = StateError(
@@ -130,7 +138,7 @@ class Server:
             if owned.error is not None:
                 self._reply_failure(message, sender, owned.error)
             else:
-                self._reply(message, sender, owned.value)
+                self._reply(message, sender, owned.value, context_id)
 
         if owned.is_set:
             return reply
@@ -149,7 +157,7 @@ class Server:
             self._reply_failure(message, sender, error)
             return
         if future is None:
-            self._reply(message, sender, result)
+            self._reply(message, sender, result, self._agent.packer.context_of(message.body))
         else:
             future.add_done_callback(lambda done: self._reply_future(message, sender, done))
 
@@ -160,7 +168,11 @@ class Server:
         packer = self._agent.packer
         payload = cast(Payload, packer.unpack(body, message.buffers, sender.replying, self._settle))
         function, args, kwargs = payload
-        result = function(*args, **kwargs)
+        outer, here.context_id = here.context_id, packer.context_of(body)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            here.context_id = outer
         if not is_async(function):
             return result, None
         if not isinstance(result, torch._C.Future):
@@ -219,11 +231,11 @@ class Server:
         if error is not None:
             self._reply_failure(message, sender, error)
         else:
-            self._reply(message, sender, value)
+            self._reply(message, sender, value, self._agent.packer.context_of(message.body))
 
-    def _reply(self, message: Message, sender: Peer, value: Any) -> None:
+    def _reply(self, message: Message, sender: Peer, value: Any, context_id: int) -> None:
         try:
-            packed = self._agent.packer.pack(value, sender.replying)
+            packed = self._agent.packer.pack(value, sender.replying, context_id)
         except BaseException as error:
             self._reply_failure(message, sender, error)
             return

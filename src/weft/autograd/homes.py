@@ -1,0 +1,27 @@
+"""Gradients that weft sets itself, in place of autograd.
+
+A strategy that reduces gradients keeps this rank's own in `.grad` for a while and then puts the reduced ones
+there. It announces the parameters whose `.grad` it sets before it sets them, so that whoever wants the
+gradients of this backward elsewhere (a context of distributed autograd) can make room first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+# (parameters, whether later backwards write their gradients into the same memory)
+Announcement = Callable[[Sequence[torch.Tensor], bool], None]
+_listeners: list[Announcement] = []
+
+
+def announce_gradients(params: Sequence[torch.Tensor], *, is_memory_reused: bool = False) -> None:
+    """Say that this backward sets `.grad` of these parameters. To be called within it, once or more."""
+    for hear in _listeners:
+        hear(params, is_memory_reused)
+
+
+def on_announcement(hear: Announcement) -> None:
+    """Hear of all announcements from now on."""
+    _listeners.append(hear)

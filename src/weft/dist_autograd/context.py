@@ -1,0 +1,134 @@
+"""A context: what one worker keeps of a forward over several workers, until its gradients are used."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.errors import StateError
+
+if TYPE_CHECKING:
+    from weft.dist_autograd.run import Run
+
+_NUM_ENDED = 4096  # contexts whose end is remembered: messages of theirs may still come
+
+
+@dataclass(slots=True)
+class Sent:
+    """Tensors that were sent to another worker, or to this one."""
+
+    peer_id: int
+    token: torch.Tensor
+
+
+class DistAutogradContext:
+    """One worker's part of a context."""
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.lock = threading.Lock()
+        self.grads: dict[torch.Tensor, torch.Tensor] = {}
+        self.sent: dict[int, Sent] = {}  # by number, in the order in which they were sent
+        self.received: dict[int, Any] = {}  # nodes, in the order in which they came
+        self.called: set[int] = set()  # workers that this one has called
+        self.neighbours: set[int] = set()  # these, and those that have called it
+        self.runs: dict[int, Run] = {}
+        self.ended_runs: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._num_received = itertools.count()
+
+    def add_sent(self, peer_id: int, cut: Callable[[int], torch.Tensor]) -> int:
+        """Keep the token that `cut` makes for tensors that are sent; its number."""
+        with self.lock:
+            number = next(self._numbers)
+            self.sent[number] = Sent(peer_id, cut(number))
+        return number
+
+    def add_received(self, node: Any) -> None:
+        """Keep the node of tensors that were received."""
+        self.received[next(self._num_received)] = node
+
+    # Under torch's names
+
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        with self.lock:
+            return {number: sent.token.grad_fn for number, sent in self.sent.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        return dict(self.received)
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.called)
+
+
+class Contexts:
+    """The contexts of one worker."""
+
+    def __init__(self, worker_id: int) -> None:
+        self._worker_id = worker_id
+        self._lock = threading.Lock()
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._ids = itertools.count((worker_id << 48) + 1)
+        self._run_ids = itertools.count((worker_id << 48) + 1)
+
+    @property
+    def max_id(self) -> int:
+        """The largest id that a context of this worker can have."""
+        return (self._worker_id << 48) | ((1 << 48) - 1)
+
+    def new(self) -> DistAutogradContext:
+        """Make a context with an id that no other one has, on any worker."""
+        context = DistAutogradContext(next(self._ids))
+        with self._lock:
+            self._contexts[context.id] = context
+        return context
+
+    def new_run_id(self) -> int:
+        """A number for a backward that begins here, which no other one has."""
+        return next(self._run_ids)
+
+    def find(self, context_id: int) -> DistAutogradContext | None:
+        """A context that is open here."""
+        return self._contexts.get(context_id)
+
+    def get(self, context_id: int) -> DistAutogradContext:
+        """A context that must be open here."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise StateError(
+                f"Could not find autograd context with id: {context_id}. It has ended, or never was."
+            )
+        return context
+
+    def join(self, context_id: int) -> DistAutogradContext | None:
+        """A context that a message belongs to, made where it is new here; None when it has ended."""
+        context = self._contexts.get(context_id)
+        if context is not None:
+            return context
+        with self._lock:
+            if context_id in self._ended or context_id >> 48 == self._worker_id:
+                return self._contexts.get(context_id)
+            return self._contexts.setdefault(context_id, DistAutogradContext(context_id))
+
+    def end(self, context_id: int) -> DistAutogradContext | None:
+        """Take a context out; None when it is not here."""
+        with self._lock:
+            self._ended[context_id] = None
+            if len(self._ended) > _NUM_ENDED:
+                self._ended.popitem(last=False)
+            return self._contexts.pop(context_id, None)
+
+    def all(self) -> list[DistAutogradContext]:
+        """Those that are open."""
+        with self._lock:
+            return list(self._contexts.values())

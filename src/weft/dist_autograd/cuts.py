@@ -1,0 +1,137 @@
+"""Where the graph is cut: nodes at both ends of every message that carries tensors which need gradients.
+
+    sender:    ... -> tensors -> Send          Send's token keeps the graph behind the tensors
+    receiver:  Recv -> tensors -> ...          the tensors are Recv's outputs
+
+In a backward Recv gives the gradients of its outputs away, to the sender, and Send hands those that arrived
+to the tensors that were sent. A Gate stands before a Send whose gradients are not there yet and waits.
+Gates have the lowest priority of all nodes, so autograd's engine comes to one when nothing else is left to
+do. They stand in a chain, the latest send first: what waits for another worker never keeps from it what that
+worker waits for, since whatever was sent later is done before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd import Function
+
+from weft.dist_autograd import running
+from weft.errors import StateError
+from weft.rpc.tensors import Route
+
+# Makes outputs need gradients; gets none itself. On the CPU, whatever the default device: its node and those
+# of tokens run on the thread that called backward.
+_anchor = torch.zeros((), device="cpu", requires_grad=True)
+_one = torch.ones((), device="cpu")
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.number = number
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *running.need_run("a token of a send").take_arrived(ctx.number)
+
+
+class _Recv(Function):
+    @staticmethod
+    def forward(ctx: Any, cut: RecvCut, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.cut = cut
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        run = running.need_run(f"a tensor that came from worker '{ctx.cut.route.peer_name}'")
+        if run.context.id != ctx.cut.context_id:
+            raise StateError(
+                f"dist_autograd: a tensor of context {ctx.cut.context_id} is in the graph of a backward of "
+                f"context {run.context.id}. Detach it, or use both in one context."
+            )
+        run.give_away(ctx.cut, grads)
+        return None, None, None
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, before: torch.Tensor | None, token: torch.Tensor) -> torch.Tensor:
+        ctx._set_sequence_nr(0)
+        ctx.number, ctx.has_before = number, before is not None
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        running.need_run("a gate").wait_arrived(ctx.number)
+        return None, _one if ctx.has_before else None, _one
+
+
+class RecvCut:
+    """The receiving end of a message: where the gradients go."""
+
+    __slots__ = ("context_id", "number", "route")
+
+    def __init__(self, context_id: int, number: int, route: Route) -> None:
+        self.context_id = context_id
+        self.number = number
+        self.route = route  # the gradients' way back
+
+
+class _Here(threading.local):
+    is_prepared = False
+
+
+_here = _Here()
+
+
+def prepare_thread() -> None:
+    """Let the first node that this thread makes be none of a user's: it would have the gates' priority."""
+    if not _here.is_prepared:
+        _here.is_prepared = True
+        with torch.inference_mode(False), torch.enable_grad():
+            _Send.apply(0, _anchor)
+
+
+def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A token for tensors that are sent. It holds their graph as it is now."""
+    prepare_thread()
+    with torch.enable_grad():
+        return cast(torch.Tensor, _Send.apply(number, *tensors))
+
+
+def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Tensors that came in a message, as outputs of a node; and the node."""
+    prepare_thread()
+    with torch.inference_mode(False), torch.enable_grad():
+        tied = cast("tuple[torch.Tensor, ...]", _Recv.apply(cut, _anchor, tensors))
+    return tied, tied[0].grad_fn
+
+
+def add_gate(number: int, before: torch.Tensor | None, token: torch.Tensor) -> torch.Tensor:
+    """A gate before a token, to be passed before the gates so far."""
+    return cast(torch.Tensor, _Gate.apply(number, before, token))
+
+
+def root_gradient() -> torch.Tensor:
+    """The gradient to start a token or a gate with."""
+    return _one
+
+
+def is_anchor(variable: torch.Tensor) -> bool:
+    """Whether a leaf of the graph is weft's own."""
+    return variable is _anchor
+
+
+def cut_of(node: Any) -> RecvCut | None:
+    """The cut that a node of the graph receives from, if it is one."""
+    return node.cut if type(node) is _RECV_NODE else None
+
+
+_RECV_NODE: Any = _Recv._backward_cls  # type: ignore[attr-defined]
+prepare_thread()

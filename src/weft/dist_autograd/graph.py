@@ -1,0 +1,69 @@
+"""A look through autograd's graph: which leaves and which received tensors a backward will come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weft.autograd import is_reachable
+from weft.dist_autograd.cuts import RecvCut, cut_of, is_anchor
+from weft.errors import StateError, UnsupportedError
+
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+class Reached:
+    """What a backward comes to from nodes that are added one after the other."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []  # nodes that add to a leaf's gradient
+        self._nodes: set[Any] = set()
+        self._receiving: list[Any] = []
+
+    def add(self, starts: Iterable[Any]) -> list[RecvCut]:
+        """Go on from these nodes. Returns the cuts that were not reached before."""
+        seen, cuts = self._nodes, list[RecvCut]()
+        pending = [node for node in starts if node is not None]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            following = node.next_functions
+            if not following:
+                self._add_leaf(node)
+                continue
+            cut = cut_of(node)
+            if cut is not None:
+                cuts.append(cut)
+                self._receiving.append(node)
+                continue
+            if type(node).__name__ == _REENTRANT:
+                raise _reentrant_error()
+            for parent, _ in following:
+                if parent is not None and parent not in seen:
+                    pending.append(parent)
+        return cuts
+
+    def _add_leaf(self, node: Any) -> None:
+        variable = getattr(node, "variable", None)
+        if variable is not None and not is_anchor(variable):
+            self.leaves.append(node)
+
+    def check_order(self) -> None:
+        """Raise for a graph in which a gate could be passed too early."""
+        # Only the first node that its thread made is as late as a gate.
+        for node in self._nodes:
+            if node._sequence_nr() == 0 and is_reachable([node], self._receiving):
+                raise StateError(
+                    f"dist_autograd: {node.name()} is the first operation that its thread ever recorded, and "
+                    "works on what came from another worker: autograd could run it too late. Do any "
+                    "operation that needs a gradient on that thread first, or enter a context there."
+                )
+
+
+def _reentrant_error() -> UnsupportedError:
+    return UnsupportedError(
+        "dist_autograd: a reentrant checkpoint hides parameters until it runs, so their gradients could not "
+        "go into the context. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    )

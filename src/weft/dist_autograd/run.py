@@ -1,0 +1,275 @@
+"""One worker's part of one distributed backward.
+
+The engine of autograd runs once on every worker that takes part, from the roots (on the worker that called
+backward) and from what was sent. Gradients for other workers are collected and go when the engine has
+nothing else to do, or with the answer to the message that began this part. So a part sends all it has before
+it waits.
+
+A part begins with the first gradients that come. The message that began it is answered when all of it is
+done, and all that it began itself: the root is answered last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.dist_autograd import messages
+from weft.dist_autograd.context import DistAutogradContext
+from weft.dist_autograd.cuts import RecvCut, add_gate, root_gradient
+from weft.dist_autograd.graph import Reached
+from weft.dist_autograd.landing import Landing
+from weft.dist_autograd.running import at_work
+from weft.errors import PeerTimeoutError, StateError
+from weft.rpc.calls import Answer, Call, SyncCall
+from weft.rpc.constants import UNSET_RPC_TIMEOUT
+from weft.rpc.failures import Failure, describe_failure
+
+if TYPE_CHECKING:
+    from weft.rpc.agent import Agent
+    from weft.rpc.tensors import Route
+
+Grads = tuple[torch.Tensor | None, ...]
+Batch = list[tuple[int, Grads]]  # gradients by the number under which the tensors were sent
+
+
+class Abandoned(Exception):
+    """This part can't go on; the run's failure says why."""
+
+
+class _Delivery(Call):
+    """Gradients on their way to another worker. The answer says that its part is done."""
+
+    def __init__(self, run: Run, route: Route, timeout_secs: float) -> None:
+        agent = run.agent
+        super().__init__(agent.directory.find(route.peer_id).info, "gradients of a backward", timeout_secs)
+        self.is_internal = True
+        self._run = run
+
+    def answer(self, answer: Answer) -> None:
+        self._run.on_answer(self, answer)
+
+
+class Run:
+    """A part of a backward. `number` is the backward's, the same on every worker."""
+
+    def __init__(
+        self, agent: Agent, context: DistAutogradContext, number: int, *, retain_graph: bool, is_exact: bool
+    ) -> None:
+        self.agent = agent
+        self.context = context
+        self.number = number
+        self.landing = Landing(context)
+        self.failure: tuple[int, Failure] | None = None  # the worker's id, and what happened there
+        self._retain_graph = retain_graph
+        self._is_exact = is_exact
+        self._lock = threading.Lock()
+        self._reached = Reached()
+        self._taking_part: set[int] = set()  # numbers of what was sent, where that is known exactly
+        self._arrived: dict[int, Grads] = {}
+        self._outgoing: dict[tuple[int, bool], tuple[Route, Batch]] = {}
+        self._deliveries: set[_Delivery] = set()  # without an answer
+        self._answers: deque[tuple[_Delivery, Answer]] = deque()
+        self._waiter: SyncCall | None = None
+        self._has_begun = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody executes it."""
+        return self._has_begun
+
+    # What nodes of the graph ask for
+
+    def give_away(self, cut: RecvCut, grads: Grads) -> None:
+        """Gradients of tensors that came from another worker are there."""
+        with self._lock:
+            key = (cut.route.peer_id, cut.route.is_answer)
+            self._outgoing.setdefault(key, (cut.route, []))[1].append((cut.number, grads))
+            self._wake()
+
+    def take_arrived(self, number: int) -> Grads:
+        """The gradients of tensors that were sent."""
+        return self._arrived.pop(number)
+
+    def wait_arrived(self, number: int) -> None:
+        """Wait for the gradients of tensors that were sent."""
+        self._wait_until(lambda: number in self._arrived, number)
+
+    # What comes in
+
+    def put(self, batch: Batch) -> bool:
+        """Gradients have come; whether they are the first, so that this part is to be executed."""
+        with self._lock:
+            self._arrived.update(batch)
+            is_first, self._has_begun = not self._has_begun, True
+            self._wake()
+            return is_first
+
+    def on_answer(self, delivery: _Delivery, answer: Answer) -> None:
+        """A delivery is answered. It is opened by the thread that executes this part."""
+        with self._lock:
+            self._answers.append((delivery, answer))
+            self._wake()
+
+    def fail(self, worker_id: int, failure: Failure) -> bool:
+        """End this part, since a worker's has failed; False when that was known. Must not wait."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = (worker_id, failure)
+            self._wake()
+            return True
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.answer(StateError("look again"))
+
+    # Finding out what takes part
+
+    def reach(self, nodes: Sequence[Any]) -> dict[int, list[int]]:
+        """Go on from nodes of the graph: which numbers of which workers take part through them."""
+        with self._lock:
+            cuts = self._reached.add(nodes)
+        found: dict[int, list[int]] = {}
+        for cut in cuts:
+            found.setdefault(cut.route.peer_id, []).append(cut.number)
+        return found
+
+    def reach_sent(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+        """The same from what was sent, for what was not known to take part."""
+        with self.context.lock:
+            new = [number for number in numbers if number not in self._taking_part]
+            self._taking_part.update(new)
+            nodes = [self._token(number).grad_fn for number in new]
+        return self.reach(nodes)
+
+    def _token(self, number: int) -> torch.Tensor:
+        sent = self.context.sent.get(number)
+        if sent is None:
+            raise StateError(
+                f"dist_autograd: backward came to tensors that worker {self.agent.info} sent in context "
+                f"{self.context.id} for a second time. Give retain_graph=True to the first backward."
+            )
+        return sent.token
+
+    # Execution
+
+    def execute(
+        self,
+        roots: Sequence[torch.Tensor] = (),
+        gradients: Sequence[torch.Tensor | None] = (),
+        starter_id: int = -1,
+    ) -> Batch:
+        """Run this part. Returns what is left for the worker that began it; all else is done then."""
+        with self.context.lock:
+            numbers = [
+                number for number in self.context.sent if not self._is_exact or number in self._taking_part
+            ]
+            for number in self._arrived:
+                self._token(number)
+            tokens = [(number, self._token(number)) for number in numbers]
+        if not self._is_exact:
+            self.reach([*(root.grad_fn for root in roots), *(token.grad_fn for _, token in tokens)])
+        self._run_engine(list(roots), list(gradients), tokens)
+        left = self._outgoing.pop((starter_id, True), None)
+        if left is not None and (self._outgoing or self._deliveries or self._answers):
+            # Others may need what follows from it before they are done.
+            self._outgoing[starter_id, True] = left
+            left = None
+        self._wait_until(lambda: not self._deliveries)
+        if not self._retain_graph:
+            with self.context.lock:
+                for number in numbers:
+                    self.context.sent.pop(number, None)
+        return [] if left is None else left[1]
+
+    def _run_engine(
+        self,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        tokens: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        gate: torch.Tensor | None = None
+        for number, token in tokens:
+            if number in self._arrived:
+                roots.append(token)
+                gradients.append(root_gradient())
+            else:
+                gate = add_gate(number, gate, token)
+        if gate is not None:
+            self._reached.check_order()
+            roots.append(gate)
+            gradients.append(root_gradient())
+        with at_work(self) as more, self.landing.ready(self._reached.leaves):
+            roots += more
+            gradients += [root_gradient()] * len(more)
+            torch.autograd.backward(roots, gradients, retain_graph=self._retain_graph)
+
+    def _wait_until(self, is_done: Callable[[], bool], number: int | None = None) -> None:
+        timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
+        while True:
+            self._open_answers()
+            self._deliver()
+            with self._lock:
+                if self.failure is not None:
+                    raise Abandoned
+                if self._answers or self._outgoing:
+                    continue
+                if is_done():
+                    return
+                waiter = self._waiter = SyncCall(self.agent.info, "a backward", timeout_secs)
+            if not self.agent.pool.wait_for(waiter):
+                raise self._timeout_error(number, timeout_secs)
+
+    def _deliver(self) -> None:
+        """Send what there is for other workers."""
+        timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
+        while True:
+            with self._lock:
+                if not self._outgoing:
+                    return
+                _, (route, batch) = self._outgoing.popitem()
+                delivery = _Delivery(self, route, timeout_secs)
+                self._deliveries.add(delivery)
+            options = (self._retain_graph, self._is_exact)
+            args = (self.context.id, self.number, options, self.agent.info.id, batch)
+            self.agent.caller.launch(delivery, messages.take_gradients, args, route)
+
+    def _open_answers(self) -> None:
+        while self._answers:
+            delivery, answer = self._answers.popleft()
+            failure, batch = self.agent.open_answer(answer)
+            with self._lock:
+                self._deliveries.discard(delivery)
+                self._arrived.update(batch)
+            if failure is not None:
+                self.fail(*failure)
+
+    def _timeout_error(self, number: int | None, timeout_secs: float) -> PeerTimeoutError:
+        if number is None:
+            workers = sorted({delivery.to.name for delivery in self._deliveries})
+            what = f"workers {', '.join(workers)} to do their parts"
+            return PeerTimeoutError(self._timeout_text(what, timeout_secs))
+        with self.context.lock:
+            sent = self.context.sent.get(number)
+        peer_id = -1 if sent is None else sent.peer_id
+        what = (
+            f"the gradients of tensors that it sent to worker {peer_id}. If what became of them there is not "
+            "used for the loss they never come: give exact=True to backward"
+        )
+        return PeerTimeoutError(self._timeout_text(what, timeout_secs), [peer_id])
+
+    def _timeout_text(self, what: str, timeout_secs: float) -> str:
+        return (
+            f"RPC ran for more than set timeout ({timeout_secs * 1000:g} ms) and will now be marked with an "
+            f"error: the backward of context {self.context.id} on worker {self.agent.info} waited for {what}."
+        )
+
+    def note_error(self, error: BaseException) -> bool:
+        """Note that this worker's part has failed; False when another one's had before."""
+        return self.fail(self.agent.info.id, describe_failure(error, self.agent.info))

@@ -1,0 +1,96 @@
+"""Which part of a distributed backward the engine is at work on, asked by nodes and hooks.
+
+On the CPU the engine works on the thread that called it. What runs on a GPU is run by a thread of the
+engine's own, which serves all backwards of the process: there the backward's number tells.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd import Function
+
+from weft.autograd import current_backward
+from weft.errors import StateError
+
+if TYPE_CHECKING:
+    from weft.dist_autograd.run import Run
+
+_OPENING_SECS = 10.0
+
+
+class _Here(threading.local):
+    run: Run | None = None
+
+
+_here = _Here()
+_opening = threading.Condition()
+_by_backward: dict[int, Run] = {}
+_unopened: set[Run] = set()
+
+
+class _Open(Function):
+    """A root of every backward that may use a GPU: tells its number."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        with _opening:
+            _by_backward[cast(int, current_backward())] = ctx.run
+            _unopened.discard(ctx.run)
+            _opening.notify_all()
+        return None, None
+
+
+def current_run() -> Run | None:
+    """The part that the engine is at work on, on this thread; None outside of distributed backwards."""
+    if _here.run is not None:
+        return _here.run
+    number = current_backward()
+    if number is None or not (_unopened or _by_backward):
+        return None
+    with _opening:
+        _opening.wait_for(lambda: number in _by_backward or not _unopened, _OPENING_SECS)
+        return _by_backward.get(number)
+
+
+def need_run(what: str) -> Run:
+    """The same; raises where there is none. `what` the backward came to, for the error."""
+    run = current_run()
+    if run is None:
+        raise StateError(
+            f"dist_autograd: backward came to {what}, which belongs to the graph of several workers. Use "
+            "weft.dist_autograd.backward(context_id, [loss]) in place of loss.backward()."
+        )
+    return run
+
+
+@contextmanager
+def at_work(run: Run) -> Generator[list[torch.Tensor]]:
+    """The engine works on a part, inside. Gives roots that it must have beside its own."""
+    outer, _here.run = _here.run, run
+    uses_threads = torch.cuda.is_available()
+    try:
+        if not uses_threads:
+            yield []
+            return
+        with _opening:
+            _unopened.add(run)
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        yield [cast(torch.Tensor, _Open.apply(run, anchor))]
+    finally:
+        _here.run = outer
+        if uses_threads:
+            with _opening:
+                _unopened.discard(run)
+                for number in [number for number, other in _by_backward.items() if other is run]:
+                    del _by_backward[number]
+                _opening.notify_all()

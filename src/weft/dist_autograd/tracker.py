@@ -1,0 +1,264 @@
+"""A worker's contexts, and what messages do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.dist_autograd import messages
+from weft.dist_autograd.context import Contexts, DistAutogradContext
+from weft.dist_autograd.cuts import RecvCut, cut_sent, tie_received
+from weft.dist_autograd.run import Abandoned, Batch, Run
+from weft.errors import BackwardError, StateError, WeftError
+from weft.rpc.constants import UNSET_RPC_TIMEOUT
+from weft.rpc.failures import Failure, describe_failure
+from weft.rpc.tensors import Route
+from weft.rpc.tracking import Stub
+
+if TYPE_CHECKING:
+    from weft.rpc.agent import Agent
+
+_ENDED = "context ended"
+_FAILED = "backward failed"
+
+
+class GraphTracker:
+    """Distributed autograd on one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.contexts = Contexts(agent.info.id)
+        # What other workers tell; heard where nothing may wait.
+        self.notices: Mapping[str, Callable[..., None]] = {_ENDED: self._on_ended, _FAILED: self._on_failed}
+
+    # Messages
+
+    def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
+        """Cut the graph at the tensors of a message that need gradients."""
+        context = self.contexts.join(context_id)
+        if context is None:
+            return None
+        _note_peer(context, route)
+        places = tuple([place for place, tensor in enumerate(tensors) if tensor.requires_grad])
+        if not places:
+            return None
+        needy = [tensors[place] for place in places]
+        return context.add_sent(route.peer_id, lambda number: cut_sent(number, needy)), places
+
+    def on_withdraw(self, context_id: int, stub: Stub) -> None:
+        """Forget a cut whose message was not sent."""
+        context = self.contexts.find(context_id)
+        if context is not None:
+            with context.lock:
+                context.sent.pop(stub[0], None)
+
+    def on_receive(
+        self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
+    ) -> Sequence[torch.Tensor]:
+        """Make tensors that came over a cut the outputs of a node."""
+        context = self.contexts.join(context_id)
+        if context is None:
+            return tensors
+        _note_peer(context, route)
+        if stub is None:
+            return tensors
+        number, places = stub
+        needy = [tensors[place].requires_grad_(False) for place in places]
+        tied, node = tie_received(RecvCut(context_id, number, route), needy)
+        context.add_received(node)
+        received = list(tensors)
+        for place, tensor in zip(places, tied, strict=True):
+            received[place] = tensor
+        return received
+
+    def is_open(self, context_id: int) -> bool:
+        """Whether a message's context is one of this worker's, or becomes one now."""
+        return self.contexts.join(context_id) is not None
+
+    # The end of contexts
+
+    def end(self, context_id: int) -> None:
+        """End a context, here and wherever it went."""
+        context = self.contexts.end(context_id)
+        if context is not None:
+            for peer_id in context.called - {self._agent.info.id}:
+                self._agent.tell(peer_id, (_ENDED, context_id))
+
+    def _on_ended(self, sender_id: int, context_id: int) -> None:
+        context = self.contexts.end(context_id)
+        if context is not None:
+            for peer_id in context.called - {sender_id, self._agent.info.id}:
+                self._agent.tell(peer_id, (_ENDED, context_id))
+            self._agent.let_go([context])
+
+    # Backward
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        retain_graph: bool,
+        is_exact: bool,
+    ) -> None:
+        """Run a backward that begins here. Returns when all workers have done their parts."""
+        context = self.contexts.get(context_id)
+        number = self.contexts.new_run_id()
+        run = self._open_run(context, number, retain_graph=retain_graph, is_exact=is_exact)
+        assert run is not None
+        run.put([])
+        try:
+            if is_exact:
+                self._find_parts(run, retain_graph, run.reach([root.grad_fn for root in roots]))
+            run.execute(roots, gradients)
+        except Exception as error:
+            self._fail(run, error)
+            explained = self._explain(run, error)
+            raise explained from explained.__cause__
+        except BaseException as error:
+            self._fail(run, error)
+            raise
+        finally:
+            _close_run(run)
+
+    def _explain(self, run: Run, error: Exception) -> BaseException:
+        """What the caller of backward sees."""
+        assert run.failure is not None
+        worker_id, failure = run.failure
+        is_own = worker_id == self._agent.info.id and not isinstance(error, Abandoned)
+        cause = error if is_own else self._agent.packer.rebuild_failure(failure)
+        if isinstance(cause, WeftError):
+            return cause
+        explained = BackwardError(f"Error on Node {worker_id}: {cause}", [worker_id])
+        explained.__cause__ = cause
+        return explained
+
+    def _open_run(
+        self, context: DistAutogradContext, number: int, *, retain_graph: bool, is_exact: bool
+    ) -> Run | None:
+        """This worker's part of a backward; None when that has ended."""
+        with context.lock:
+            if number in context.ended_runs:
+                return None
+            run = context.runs.get(number)
+            if run is None:
+                run = Run(self._agent, context, number, retain_graph=retain_graph, is_exact=is_exact)
+                context.runs[number] = run
+            return run
+
+    def take_gradients(
+        self, context_id: int, number: int, options: tuple[bool, bool], starter_id: int, batch: Batch
+    ) -> tuple[tuple[int, Failure] | None, Batch]:
+        """Take gradients for a part of a backward, and execute it if they are the first."""
+        retain_graph, is_exact = options
+        context = self.contexts.get(context_id)
+        run = self._open_run(context, number, retain_graph=retain_graph, is_exact=is_exact)
+        if run is None or not run.put(batch):
+            return None, []
+        try:
+            left = run.execute(starter_id=starter_id)
+        except BaseException as error:
+            self._fail(run, error)
+            return run.failure, []
+        finally:
+            _close_run(run)
+        return None, left
+
+    def find_part(self, context_id: int, number: int, retain_graph: bool, numbers: list[int]) -> None:
+        """Find out what takes part in a backward through what this worker has sent."""
+        context = self.contexts.get(context_id)
+        run = self._open_run(context, number, retain_graph=retain_graph, is_exact=True)
+        if run is not None:
+            self._find_parts(run, retain_graph, run.reach_sent(numbers))
+
+    def _find_parts(self, run: Run, retain_graph: bool, found: Mapping[int, list[int]]) -> None:
+        caller, futures = self._agent.caller, list[Any]()
+        for peer_id, numbers in found.items():
+            args = (run.context.id, run.number, retain_graph, numbers)
+            futures.append(
+                caller.call_async(peer_id, messages.find_part, args, {}, UNSET_RPC_TIMEOUT, is_internal=True)
+            )
+        for future in futures:
+            future.wait()
+
+    # Failure
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        if not isinstance(error, Abandoned):
+            run.note_error(error)
+        assert run.failure is not None
+        self._spread(run.context, run.number, *run.failure)
+
+    def _spread(
+        self, context: DistAutogradContext, number: int, worker_id: int, failure: Failure, but: int = -1
+    ) -> None:
+        for peer_id in context.neighbours - {self._agent.info.id, but}:
+            self._agent.tell(peer_id, (_FAILED, context.id, number, worker_id, list(failure)))
+
+    def _on_failed(
+        self, sender_id: int, context_id: int, number: int, worker_id: int, words: list[Any]
+    ) -> None:
+        context = self.contexts.find(context_id)
+        if context is None:
+            return
+        headline, text, body = words
+        failure: Failure = (headline, text, body)
+        with context.lock:
+            run = context.runs.get(number)
+            if run is None and number in context.ended_runs:
+                return
+            context.ended_runs.add(number)
+        if run is None or run.fail(worker_id, failure):
+            self._spread(context, number, worker_id, failure, but=sender_id)
+        if run is not None and not run.has_begun:
+            _close_run(run)
+
+    def on_lost(self, peer_id: int) -> None:
+        """A worker is gone: what needs it fails, and its contexts end."""
+        for context in self.contexts.all():
+            if peer_id in context.neighbours:
+                for run in list(context.runs.values()):
+                    error = self._agent.peers[peer_id].lost_error("its part of a backward")
+                    failure = describe_failure(error, self._agent.info)
+                    if run.fail(self._agent.info.id, failure):
+                        self._spread(context, run.number, self._agent.info.id, failure, but=peer_id)
+                    if not run.has_begun:
+                        _close_run(run)
+            if context.id >> 48 == peer_id:
+                self._on_ended(peer_id, context.id)
+
+    def close(self) -> None:
+        """This worker ends: nothing goes on."""
+        for context in self.contexts.all():
+            for run in list(context.runs.values()):
+                run.fail(self._agent.info.id, describe_failure(self._agent.ended_error(), self._agent.info))
+            self.contexts.end(context.id)
+
+    def debug_info(self) -> dict[str, str]:
+        """Numbers for the curious, under torch's names."""
+        contexts = self.contexts.all()
+        num_runs = sum(run.has_begun for context in contexts for run in list(context.runs.values()))
+        return {"num_current_backward_passes": str(num_runs), "num_autograd_contexts": str(len(contexts))}
+
+
+def _note_peer(context: DistAutogradContext, route: Route) -> None:
+    context.neighbours.add(route.peer_id)
+    if not route.is_answer:
+        context.called.add(route.peer_id)
+
+
+def _close_run(run: Run) -> None:
+    with run.context.lock:
+        run.context.runs.pop(run.number, None)
+        run.context.ended_runs.add(run.number)
+
+
+def tracker_here(agent: Agent) -> GraphTracker:
+    """The tracker of an agent."""
+    tracker = agent.tracker
+    if not isinstance(tracker, GraphTracker):
+        raise StateError("RPC was initialized before weft.dist_autograd was imported.")
+    return tracker
