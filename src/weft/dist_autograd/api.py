@@ -43,7 +43,7 @@ class context:
         return self._context.id
 
     def __exit__(self, *_: object) -> None:
-        _release_context(self._context.id)
+        _leave(self._context.id)
 
 
 def backward(
@@ -104,6 +104,11 @@ def _check_roots(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
                 f"root {place}, of shape {list(root.shape)}, is not a scalar, all roots need to be scalar. "
                 "Give gradients= for others."
             )
+        if gradient is not None and not isinstance(gradient, torch.Tensor):  # pyright: ignore
+            raise ConfigTypeError(
+                f"backward(): incompatible function arguments: gradient {place} is a "
+                f"{type(gradient).__name__}."
+            )
         if gradient is not None and gradient.shape != root.shape:
             raise UnfitError(
                 f"backward: the gradient of root {place} has shape {list(gradient.shape)}, the root "
@@ -144,6 +149,11 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
+    _tracker().contexts.get(context_id)
+    _leave(context_id)
+
+
+def _leave(context_id: int) -> None:
     if here.context_id == context_id:
         here.context_id = 0
     agent = registry.find_agent()

@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from weft.dist_autograd import api as autograd
 from weft.errors import ConfigError, ConfigTypeError, PeerError, PeerTimeoutError, StateError

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Grads = tuple[torch.Tensor | None, ...]
 Batch = list[tuple[int, Grads]]  # gradients by the number under which the tensors were sent
 
+_GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
+
 
 class Abandoned(Exception):
     """This part can't go on; the run's failure says why."""
@@ -44,9 +46,9 @@ class Abandoned(Exception):
 class _Delivery(Call):
     """Gradients on their way to another worker. The answer says that its part is done."""
 
-    def __init__(self, run: Run, route: Route, timeout_secs: float) -> None:
-        agent = run.agent
-        super().__init__(agent.directory.find(route.peer_id).info, "gradients of a backward", timeout_secs)
+    def __init__(self, run: Run, route: Route) -> None:
+        # Without a timeout: whoever waits in vain for gradients says so, and can say which.
+        super().__init__(run.agent.directory.find(route.peer_id).info, "gradients of a backward", 0)
         self.is_internal = True
         self._run = run
 
@@ -212,6 +214,8 @@ class Run:
 
     def _wait_until(self, is_done: Callable[[], bool], number: int | None = None) -> None:
         timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
+        if timeout_secs and number is None:
+            timeout_secs += _GRACE_SECS
         while True:
             self._open_answers()
             self._deliver()
@@ -228,13 +232,12 @@ class Run:
 
     def _deliver(self) -> None:
         """Send what there is for other workers."""
-        timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
         while True:
             with self._lock:
                 if not self._outgoing:
                     return
                 _, (route, batch) = self._outgoing.popitem()
-                delivery = _Delivery(self, route, timeout_secs)
+                delivery = _Delivery(self, route)
                 self._deliveries.add(delivery)
             options = (self._retain_graph, self._is_exact)
             args = (self.context.id, self.number, options, self.agent.info.id, batch)

@@ -113,7 +113,8 @@ class GraphTracker:
         try:
             if is_exact:
                 self._find_parts(run, retain_graph, run.reach([root.grad_fn for root in roots]))
-            run.execute(roots, gradients)
+            with torch.inference_mode(False), torch.enable_grad():  # for the nodes that are added
+                run.execute(roots, gradients)
         except Exception as error:
             self._fail(run, error)
             explained = self._explain(run, error)
