@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.cuts import prepare_thread
@@ -75,13 +76,9 @@ def backward(
     tracker = _tracker()
     tracker.contexts.get(context_id)
     _check_roots(roots, gradients)
-    tracker.backward(
-        context_id,
-        roots,
-        [None] * len(roots) if gradients is None else gradients,
-        retain_graph=retain_graph,
-        is_exact=exact,
-    )
+    starts = [None] * len(roots) if gradients is None else gradients
+    with record_function("torch::distributed::autograd::backward"):
+        tracker.backward(context_id, roots, starts, retain_graph=retain_graph, is_exact=exact)
 
 
 def _check_roots(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -140,7 +137,7 @@ def is_available() -> bool:
 
 
 def _new_context() -> DistAutogradContext:
-    if here.context_id:
+    if here.context_id and _tracker().contexts.find(here.context_id) is not None:
         raise StateError(f"Already have an autograd context id for this thread: {here.context_id}")
     made = _tracker().contexts.new()
     prepare_thread()

@@ -134,4 +134,8 @@ def cut_of(node: Any) -> RecvCut | None:
 
 
 _RECV_NODE: Any = _Recv._backward_cls  # type: ignore[attr-defined]
+_SEND_NODE: Any = _Send._backward_cls  # type: ignore[attr-defined]
+# As profiles and `grad_fn.name()` show them, under torch's names.
+_RECV_NODE.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+_SEND_NODE.__name__ = "torch::distributed::autograd::SendRpcBackward"
 prepare_thread()
