@@ -8,18 +8,30 @@ gradients of this backward elsewhere (a context of distributed autograd) can mak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-# (parameters, whether later backwards write their gradients into the same memory)
-Announcement = Callable[[Sequence[torch.Tensor], bool], None]
+
+class Unsynced(Protocol):
+    """Keeps gradients of backwards that were not to be reduced for one that is, outside of `.grad`."""
+
+    def exchange_unsynced(self, kept: Any) -> Any:
+        """Keep these from now on, None for nothing; what was kept until now."""
+        ...
+
+
+# (parameters, whether later backwards write their gradients into the same memory, what else is kept)
+Announcement = Callable[[Sequence[torch.Tensor], bool, Unsynced | None], None]
 _listeners: list[Announcement] = []
 
 
-def announce_gradients(params: Sequence[torch.Tensor], *, is_memory_reused: bool = False) -> None:
+def announce_gradients(
+    params: Sequence[torch.Tensor], *, is_memory_reused: bool = False, unsynced: Unsynced | None = None
+) -> None:
     """Say that this backward sets `.grad` of these parameters. To be called within it, once or more."""
     for hear in _listeners:
-        hear(params, is_memory_reused)
+        hear(params, is_memory_reused, unsynced)
 
 
 def on_announcement(hear: Announcement) -> None:

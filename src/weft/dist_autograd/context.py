@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.autograd import Unsynced
 from weft.errors import StateError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class DistAutogradContext:
         self.id = context_id
         self.lock = threading.Lock()
         self.grads: dict[torch.Tensor, torch.Tensor] = {}
+        self.unsynced: dict[Unsynced, Any] = {}  # what strategies have not reduced yet
         self.sent: dict[int, Sent] = {}  # by number, in the order in which they were sent
         self.received: dict[int, Any] = {}  # nodes, in the order in which they came
         self.called: set[int] = set()  # workers that this one has called

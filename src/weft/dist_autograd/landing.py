@@ -1,9 +1,11 @@
 """Where gradients land: in the context, and nothing is left in `.grad`.
 
-While autograd adds a gradient to a leaf, and the leaf's hooks run, `.grad` is the context's gradient; before
-and after it is what it was. So whatever autograd and hooks do with `.grad` works, and several contexts can
-use a leaf at once. Parameters that a strategy reduces (`announce_gradients`) have the context's gradients
-in `.grad` until the backward ends, when the reduced ones are there.
+A hook before the node that would add to a leaf's `.grad` takes the gradient, and leaves the node none. Leaves
+with post-accumulate hooks are for autograd to add to, since those look at `.grad`: it is the context's while
+they run, and before and after what it was. Either way several contexts can use a leaf at once.
+
+Parameters that a strategy reduces (`announce_gradients`) have the context's gradients in `.grad` until the
+backward ends, when the reduced ones are there.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from typing import Any
 
 import torch
 
-from weft.autograd import on_announcement
+from weft.autograd import Unsynced, accumulation_node, on_announcement
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
 from weft.errors import StateError
 from weft.fsdp.param import is_whole
+from weft.tensors import holder_count, use_count
 
 _lock = threading.Lock()
 _leaves: dict[int, _Leaf] = {}
@@ -39,20 +42,27 @@ class _Leaf:
         self._outer: torch.Tensor | None = None
         self._handles = [node.register_prehook(self._before), node.register_hook(self._after)]
 
-    def _before(self, _: Any) -> None:
+    def _before(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         run = current_run()
         if run is None:
-            return  # a backward of its own, which happens to go on meanwhile
+            return None  # a backward of its own, which happens to go on meanwhile
+        landing = run.landing
+        if not hooks_of(self._variable):
+            if grads[0] is not None:
+                with self._turn:
+                    landing.add(self._variable, grads[0])
+            return (None,)
         self._turn.acquire()
-        landing = self._landing = run.landing
+        self._landing = landing
         landing.taking.add(self)
         self._thread = threading.get_ident()
         self._outer = self._variable.grad
         self._variable.grad = landing.context.grads.get(self._variable)
+        return None
 
-    def _after(self, _: Any, grads: tuple[torch.Tensor | None, ...]) -> None:
+    def _after(self, _: Any, __: Any) -> None:
         if self._landing is not None and self._thread == threading.get_ident():
-            self._landing.keep(self._variable, grads[0])
+            self._landing.keep(self._variable)
             self.leave()
 
     def leave(self) -> None:
@@ -79,7 +89,8 @@ class Landing:
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self._lent_ids: set[int] = set()
         self._reused: set[int] = set()
-        self._shared: list[torch.Tensor] = []
+        self._shared: dict[int, torch.Tensor] = {}  # gradients that several leaves get, by id
+        self._unsynced: list[tuple[Unsynced, Any]] = []
 
     @contextmanager
     def ready(self, nodes: Iterable[Any]) -> Generator[None]:
@@ -109,16 +120,25 @@ class Landing:
             leaf.num_landings += 1
         self._leaves.append(id(variable))
 
-    def keep(self, variable: torch.Tensor, incoming: torch.Tensor | None) -> None:
-        """Take what is in `.grad`. `incoming` is the gradient that autograd had for it."""
-        grad, is_new = variable.grad, variable not in self.context.grads
-        if grad is None:
+    def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add a gradient to what the context has of it."""
+        grads = self.context.grads
+        known = grads.get(variable)
+        if known is not None:
+            # As autograd does with `.grad`: in place, unless that would make a sparse one dense.
+            grads[variable] = grad + known if known.is_sparse and not grad.is_sparse else known.add_(grad)
+        elif id(grad) not in self._shared and _is_alone(grad) and _is_fit_to_keep(grad, variable):
+            grads[variable] = grad
+        else:
+            grads[variable] = _copy_like(grad, variable)
+            self._shared[id(grad)] = grad  # the last leaf that gets it does not have it alone either
+
+    def keep(self, variable: torch.Tensor) -> None:
+        """Take what is in `.grad`."""
+        if variable.grad is None:
             self.context.grads.pop(variable, None)
-            return
-        self.context.grads[variable] = grad
-        if is_new and incoming is not None and not _have_same_memory(grad, incoming):
-            # It was copied since another leaf gets it too. While this name holds it that copies it as well.
-            self._shared.append(incoming)
+        else:
+            self.context.grads[variable] = variable.grad
 
     def lend(self, params: Sequence[torch.Tensor], is_memory_reused: bool) -> None:
         """Let `.grad` of parameters be the context's until the backward ends."""
@@ -140,6 +160,13 @@ class Landing:
                 self._reused.add(id(param))
             param.grad = self.context.grads.get(param)
 
+    def lend_unsynced(self, unsynced: Unsynced) -> None:
+        """Let what a strategy has not reduced yet be the context's until the backward ends."""
+        if all(other is not unsynced for other, _ in self._unsynced):
+            self._unsynced.append(
+                (unsynced, unsynced.exchange_unsynced(self.context.unsynced.pop(unsynced, None)))
+            )
+
     def _settle(self, *, has_failed: bool) -> None:
         for leaf in list(self.taking):
             leaf.leave()
@@ -151,6 +178,10 @@ class Landing:
                 with torch.no_grad():
                     outer.copy_(values)
             param.grad = outer
+        for unsynced, outer in self._unsynced:
+            kept = unsynced.exchange_unsynced(outer)
+            if not has_failed:
+                self.context.unsynced[unsynced] = kept
         with _lock:
             for param_id in self._lent_ids:
                 del _lent[param_id]
@@ -163,17 +194,59 @@ class Landing:
         self._shared.clear()
 
 
-def _have_same_memory(grad: torch.Tensor, other: torch.Tensor) -> bool:
-    if grad.is_sparse and other.is_sparse:
-        return grad._values().data_ptr() == other._values().data_ptr()
-    is_plain = grad.layout is torch.strided and other.layout is torch.strided
-    return is_plain and grad.data_ptr() == other.data_ptr()
+def _is_alone(grad: torch.Tensor) -> bool:
+    """Whether nobody but autograd holds a gradient, or has a tensor that shares its memory."""
+    if holder_count(grad) > _FRESH_HOLDERS:
+        return False
+    return (
+        grad.layout is not torch.strided or type(grad) is not torch.Tensor or use_count(grad) <= _FRESH_USES
+    )
 
 
-def _hear(params: Sequence[torch.Tensor], is_memory_reused: bool) -> None:
+def _is_fit_to_keep(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether a gradient that nobody else has lies as one should."""
+    if grad.is_sparse:
+        return grad._indices().is_contiguous() and grad._values().is_contiguous()
+    if grad.layout is not torch.strided or variable.layout is not torch.strided:
+        return True
+    return not grad._is_view() and (grad.stride() == variable.stride() or grad.is_contiguous())
+
+
+def _copy_like(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as the leaf does, where that is possible."""
+    is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+    if is_plain and variable.layout is torch.strided and _is_dense(variable):
+        return grad.new_empty_strided(variable.shape, variable.stride()).copy_(grad)
+    return grad.clone()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _count_fresh() -> tuple[int, int]:
+    """How often autograd itself holds a gradient that nobody else has, when the hook gets it."""
+    counts: list[tuple[int, int]] = []
+    leaf = torch.zeros(1, device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        doubled = leaf * 2
+    handle = accumulation_node(leaf).register_prehook(
+        lambda grads: counts.append((holder_count(grads[0]), use_count(grads[0])))
+    )
+    torch.autograd.backward([doubled], [torch.ones(1, device="cpu")])
+    handle.remove()
+    return counts[0]
+
+
+_FRESH_HOLDERS, _FRESH_USES = _count_fresh()
+
+
+def _hear(params: Sequence[torch.Tensor], is_memory_reused: bool, unsynced: Unsynced | None) -> None:
     run = current_run()
     if run is not None:
         run.landing.lend(params, is_memory_reused)
+        if unsynced is not None:
+            run.landing.lend_unsynced(unsynced)
 
 
 on_announcement(_hear)

@@ -144,6 +144,14 @@ class ShardedParam:
         total = self.take_gradient()
         self.accumulated = None if total is None else total.to(dtype)
 
+    def exchange_unsynced(self, kept: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Keep other gradients that wait to be reduced; those so far."""
+        before = (self.accumulated, None if self.whole is None else self.whole.grad)
+        self.accumulated, grad = kept
+        if self.whole is not None:
+            self.whole.grad = grad
+        return before
+
     def drop_gradients(self) -> None:
         """Forget what waits to be reduced."""
         self.accumulated = None

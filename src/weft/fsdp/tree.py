@@ -144,11 +144,20 @@ class Tree:
         if current_backward() is None:
             raise StateError("fully_shard: a hook of backward ran outside of one.")
         self.is_in_backward = True
-        announce_gradients([param.sharded for group in self._groups for param in group.params])
+        params = [param for group in self._groups for param in group.params]
+        announce_gradients([param.sharded for param in params], unsynced=self)
         self._begin_phases("backward")
         alive = _Alive(self.end_backward)
         self._end_callback = weakref.ref(alive)
         on_backward_end(alive)
+
+    def exchange_unsynced(self, kept: list[Any] | None) -> list[Any]:
+        """Keep other gradients that are not reduced yet in place of those so far, which are returned."""
+        params = [param for group in self._groups for param in group.params]
+        return [
+            param.exchange_unsynced((None, None) if kept is None else kept[place])
+            for place, param in enumerate(params)
+        ]
 
     def _is_backward_alive(self) -> bool:
         return self._end_callback is not None and self._end_callback() is not None

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -91,6 +92,14 @@ def _keep_device_guard() -> None:
         is_set.wait()
 
 
+@contextmanager
+def _at_home(world: RankWorld) -> Generator[None]:
+    """Be one of a rank's threads, inside."""
+    # Backward runs in this thread then, on a GPU too, so that hooks find this rank's world.
+    with entered_world(world), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 class ThreadRun:
     """One call in flight on N threads. `_changed` guards what ranks report, and tells of it."""
 
@@ -129,9 +138,9 @@ class ThreadRun:
         return [self._results[rank] for rank in range(self._num_ranks)]
 
     def _run_rank(self, rank: int) -> None:
-        set_rank_thread()
-        with entered_world(self._worlds[rank]), torch.autograd.set_multithreading_enabled(False):
-            # Backward runs in this thread then, on a GPU too, so that hooks find this rank's world.
+        enter = partial(_at_home, self._worlds[rank])
+        set_rank_thread(enter)
+        with enter():
             try:
                 result = self._run_call(rank)
                 with self._changed:

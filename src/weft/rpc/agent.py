@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from weft.errors import ConfigError, PeerError, StateError
@@ -89,7 +90,7 @@ class Agent:
         self.pool = Pool(
             self.links,
             self.server.accept,
-            lambda: registry.enter(self),
+            partial(registry.serving, self, registry.rank_world()),
             lambda: self.clock.note(0.0),
             options.num_threads,
         )

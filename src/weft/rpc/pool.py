@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from weft.rpc.bell import Bell
@@ -64,16 +64,16 @@ class _Mine(threading.local):
 class Pool:
     """Threads that run `accept` on each message that the ear takes, and the job that it returns.
 
-    `accept` must not wait; it is called in the order of the messages. `enter` is called first on each thread,
-    `begin` when jobs begin to run after a pause: from then on `look_after` must be called until it returns
-    None. `accept` may not raise.
+    `accept` must not wait; it is called in the order of the messages. Each thread works inside of `enter`.
+    `begin` is called when jobs begin to run after a pause: from then on `look_after` must be called until it
+    returns None. `accept` may not raise.
     """
 
     def __init__(
         self,
         ear: Ear,
         accept: Callable[[Any], Job | None],
-        enter: Callable[[], None],
+        enter: Callable[[], AbstractContextManager[None]],
         begin: Callable[[], None],
         limit: int,
     ) -> None:
@@ -129,7 +129,10 @@ class Pool:
 
     def _run(self) -> None:
         self._mine.is_worker = True
-        self._enter()
+        with self._enter():
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
         while True:
             job = self._next_job()
             if job is None:

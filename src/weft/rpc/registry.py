@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import StateError
@@ -16,9 +18,13 @@ if TYPE_CHECKING:
     from weft.rpc.agent import Agent
 
 
+EnterWorld = Callable[[], AbstractContextManager[None]]
+
+
 class _Mine(threading.local):
     agent: Agent | None = None
     is_rank = False
+    enter_world: EnterWorld = nullcontext
 
 
 _mine = _Mine()
@@ -45,9 +51,26 @@ def find_agent() -> Agent | None:
     return _agents[0] if len(_agents) == 1 and not _mine.is_rank else None
 
 
-def set_rank_thread() -> None:
-    """Say that this thread is a rank, which may be a worker beside others of its process."""
+def set_rank_thread(enter_world: EnterWorld) -> None:
+    """Say that this thread is a rank, which may be a worker beside others of its process.
+
+    Whatever serves for it does so inside of `enter_world`: what a rank's own thread has, its handlers have.
+    """
     _mine.is_rank = True
+    _mine.enter_world = enter_world
+
+
+def rank_world() -> EnterWorld:
+    """The world that this thread's handlers are to be in: a rank's own, or the process's."""
+    return _mine.enter_world
+
+
+@contextmanager
+def serving(agent: Agent, enter_world: EnterWorld) -> Generator[None]:
+    """Serve for an agent inside, in its rank's world."""
+    enter(agent)
+    with enter_world():
+        yield
 
 
 def is_rank_thread() -> bool:

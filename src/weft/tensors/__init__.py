@@ -14,6 +14,7 @@ from weft.tensors.flat import (
     copy_all,
     dense_strides,
     grads_of,
+    holder_count,
     use_count,
     view_in,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "dense_strides",
     "find_tensors",
     "grads_of",
+    "holder_count",
     "local_of",
     "make_dtensor",
     "make_parameter",

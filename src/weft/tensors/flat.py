@@ -72,6 +72,11 @@ def batch_by_dtype(tensors: Iterable[torch.Tensor], limit_bytes: int) -> Iterato
     yield from batches.values()
 
 
+def holder_count(tensor: torch.Tensor) -> int:
+    """How many hold this very tensor, in C++ and in Python. The one use of a private name, `_use_count`."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
 def use_count(tensor: torch.Tensor) -> int:
     """How many tensors share this one's memory. The one use of a private name, `_storage_Use_Count`."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
