@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def backward(
     tracker.contexts.get(context_id)
     _check_roots(roots, gradients)
     starts = [None] * len(roots) if gradients is None else gradients
-    with record_function("torch::distributed::autograd::backward"):
+    is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    with record_function("torch::distributed::autograd::backward") if is_profiled else nullcontext():
         tracker.backward(context_id, roots, starts, retain_graph=retain_graph, is_exact=exact)
 
 

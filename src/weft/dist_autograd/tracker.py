@@ -84,13 +84,13 @@ class GraphTracker:
         context = self.contexts.end(context_id)
         if context is not None:
             for peer_id in context.called - {self._agent.info.id}:
-                self._agent.tell(peer_id, (_ENDED, context_id))
+                self._agent.tell_later(peer_id, (_ENDED, context_id))
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
         context = self.contexts.end(context_id)
         if context is not None:
             for peer_id in context.called - {sender_id, self._agent.info.id}:
-                self._agent.tell(peer_id, (_ENDED, context_id))
+                self._agent.tell_later(peer_id, (_ENDED, context_id))
             self._agent.let_go([context])
 
     # Backward

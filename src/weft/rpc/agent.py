@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from weft.errors import ConfigError, PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry, tracking
@@ -90,7 +92,7 @@ class Agent:
         self.pool = Pool(
             self.links,
             self.server.accept,
-            partial(registry.serving, self, registry.rank_world()),
+            partial(registry.serving, self, registry.rank_world(), torch.get_num_threads()),
             lambda: self.clock.note(0.0),
             options.num_threads,
         )
@@ -163,7 +165,17 @@ class Agent:
 
     def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
         """Answer a call that nobody waits for just now: with the next message to that peer, or soon."""
-        peer.deferred.append(encode_message(Message(Kind.RESULT, self.info.id, call_id, self.epoch, body)))
+        self._defer(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body))
+
+    def tell_later(self, worker_id: int, notice: tuple[Any, ...]) -> None:
+        """Tell another worker something with the next message to it, or soon."""
+        peer = self.peers.get(worker_id)
+        if peer is not None and peer.lost is None and not self.is_ended:
+            body = write_notice(notice)
+            self._defer(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body))
+
+    def _defer(self, peer: Peer, message: Message) -> None:
+        peer.deferred.append(encode_message(message))
         self._deferring.add(peer)
         self.clock.note(time.monotonic() + _DEFER_SECS)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weft.errors import StateError
 
 if TYPE_CHECKING:
@@ -66,9 +68,10 @@ def rank_world() -> EnterWorld:
 
 
 @contextmanager
-def serving(agent: Agent, enter_world: EnterWorld) -> Generator[None]:
-    """Serve for an agent inside, in its rank's world."""
+def serving(agent: Agent, enter_world: EnterWorld, num_threads: int) -> Generator[None]:
+    """Serve for an agent inside, in its rank's world, with as many threads an operation as it has."""
     enter(agent)
+    torch.set_num_threads(num_threads)  # it is this thread's own; unset, an operation takes all cores
     with enter_world():
         yield
 
