@@ -13,6 +13,7 @@ PAGES = (
     "comm_hooks.md",
     "communication.md",
     "data_parallel.md",
+    "dist_autograd.md",
     "fully_shard.md",
     "join.md",
     "launch.md",

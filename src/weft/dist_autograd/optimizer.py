@@ -216,7 +216,7 @@ def _check_param(param: Any) -> None:
 def _find_locks(params: Iterable[Tensor]) -> list[threading.Lock]:
     """The locks of parameters, in the order in which everybody takes them."""
     with _finding_locks:
-        return sorted((_locks.setdefault(id(param), threading.Lock()) for param in params), key=lambda _: 0)
+        return sorted((_locks.setdefault(id(param), threading.Lock()) for param in params), key=id)
 
 
 def _move_memory(tensor: Tensor, *, to: Tensor) -> None:

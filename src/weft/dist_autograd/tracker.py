@@ -9,7 +9,7 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, tie_received
+from weft.dist_autograd.cuts import RecvCut, cut_sent, prepare_thread, tie_received
 from weft.dist_autograd.run import Abandoned, Batch, Run
 from weft.errors import BackwardError, StateError, WeftError
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ENDED = "context ended"
 _FAILED = "backward failed"
+_REACHED = "context reached"
 
 
 class GraphTracker:
@@ -31,7 +32,11 @@ class GraphTracker:
         self._agent = agent
         self.contexts = Contexts(agent.info.id)
         # What other workers tell; heard where nothing may wait.
-        self.notices: Mapping[str, Callable[..., None]] = {_ENDED: self._on_ended, _FAILED: self._on_failed}
+        self.notices: Mapping[str, Callable[..., None]] = {
+            _ENDED: self._on_ended,
+            _FAILED: self._on_failed,
+            _REACHED: self._on_reached,
+        }
 
     # Messages
 
@@ -58,6 +63,7 @@ class GraphTracker:
         self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
     ) -> Sequence[torch.Tensor]:
         """Make tensors that came over a cut the outputs of a node."""
+        prepare_thread()  # it may go on to compute in this context
         context = self.contexts.join(context_id)
         if context is None:
             return tensors
@@ -92,6 +98,14 @@ class GraphTracker:
             for peer_id in context.called - {sender_id, self._agent.info.id}:
                 self._agent.tell_later(peer_id, (_ENDED, context_id))
             self._agent.let_go([context])
+
+    def _on_reached(self, sender_id: int, context_id: int) -> None:
+        """A worker has a context of this one's from a worker that is gone, and won't hear of its end."""
+        context = self.contexts.find(context_id)
+        if context is None:
+            self._agent.tell(sender_id, (_ENDED, context_id))
+        else:
+            context.called.add(sender_id)
 
     # Backward
 
@@ -228,8 +242,11 @@ class GraphTracker:
                         self._spread(context, run.number, self._agent.info.id, failure, but=peer_id)
                     if not run.has_begun:
                         _close_run(run)
-            if context.id >> 48 == peer_id:
+            creator_id = context.id >> 48
+            if creator_id == peer_id:
                 self._on_ended(peer_id, context.id)
+            elif peer_id in context.neighbours and creator_id != self._agent.info.id:
+                self._agent.tell(creator_id, (_REACHED, context.id))
 
     def close(self) -> None:
         """This worker ends: nothing goes on."""

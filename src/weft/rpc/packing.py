@@ -34,6 +34,10 @@ PACKED_NONE = _NO_INDEX + pickle_object(None).body
 OWN_NAMES = (
     "weft.dist_autograd.messages.find_part",
     "weft.dist_autograd.messages.take_gradients",
+    "weft.dist_autograd.optimizer.load_local_state",
+    "weft.dist_autograd.optimizer.make_local_optimizer",
+    "weft.dist_autograd.optimizer.read_local_state",
+    "weft.dist_autograd.optimizer.step_local_optimizer",
     "weft.rpc.api._broadcast_to_followers",
     "weft.rpc.api._gather_to_leader",
     "weft.rpc.gathering.fail_gathering",
