@@ -77,7 +77,7 @@ rpc.init_rpc(f"worker{rank}")
 assert rpc.get_worker_info().id == rank
 call_other(rank)
 rpc.shutdown()
-print(f"rank {rank} done")
+os.write(1, f"rank {rank} done\\n".encode())  # at once: the other rank writes too
 """
 
 SPAWNED = """
@@ -107,7 +107,7 @@ if rank == 0:
     assert rpc.api._all_gather("ready") == {"worker0": "ready", "worker1": "ready"}
 else:
     rpc.api._all_gather("ready")
-print(f"rank {rank} forgets")
+os.write(1, f"rank {rank} forgets\\n".encode())
 """
 
 

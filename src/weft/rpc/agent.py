@@ -10,6 +10,7 @@ timeout is over. A call is answered once and never sent twice.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
 _DEFER_SECS = 0.001
+_SPIN_SECS = 0.0001  # where every worker of this host can have a core
 _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
@@ -140,6 +142,8 @@ class Agent:
 
     def use_ring(self, peer: Peer) -> None:
         """Go on through shared memory: the peer has opened the ring that this worker offered."""
+        num_here = sum(other.calling.is_same_host for other in list(self.peers.values()))
+        self.pool.spin_secs = _SPIN_SECS if num_here <= len(os.sched_getaffinity(0)) else 0.0
         last = Message(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(("to ring",)))
         self.links.write_ring(peer.info.id, SegmentName(*peer.card.bell), encode_message(last))
 

@@ -21,6 +21,7 @@ from weft.local import kernel
 from weft.local.segment import Segment, SegmentName, open_segment, own_segment
 
 _POOL, _CALLER, _AWAKE, _LISTENING = 0, 16, 32, 48  # words of 4 bytes, each in a cache line of its own
+_LOOKING, _ASLEEP = 1, 2  # what a caller that listens does
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -43,7 +44,8 @@ class Bell:
         words[_POOL] = words[_CALLER] = next(self._values) & 0xFFFFFFFF
         self._full_fence()
         if is_answer and words[_LISTENING]:
-            kernel.futex_wake_one(self._caller_word)
+            if words[_LISTENING] == _ASLEEP:
+                kernel.futex_wake_one(self._caller_word)
         elif not words[_AWAKE]:
             kernel.futex_wake_one(self._pool_word)
 
@@ -85,8 +87,13 @@ class Bell:
     # For a caller of the worker's own that listens
 
     def set_listening(self, is_listening: bool) -> None:
-        """Say whether a caller listens."""
-        self._words[_LISTENING] = is_listening
+        """Say whether a caller listens. It must look for messages by itself until `fall_asleep`."""
+        self._words[_LISTENING] = _LOOKING if is_listening else 0
+        self._full_fence()
+
+    def fall_asleep(self) -> None:
+        """Say that the caller that listens must be woken. It looks a last time after this."""
+        self._words[_LISTENING] = _ASLEEP
         self._full_fence()
 
     def caller_signal(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import PeerError, PeerTimeoutError, StateError
-from weft.rpc.calls import AsyncCall, Call, CallFuture, SyncCall
+from weft.rpc.calls import AsyncCall, Call, CallFuture, CreationCall, SyncCall
 from weft.rpc.directory import Destination
 from weft.rpc.notices import REMOTE_IDS, write_notice
 from weft.rpc.owned import OwnedValue
@@ -72,7 +72,8 @@ class Caller:
         """Call a function on a worker; an RRef to what it returns."""
         peer = self._agent.directory.find(to)
         rref_id, fork_id = self._agent.book.new_id(), self._agent.book.new_id()
-        call = self._future_call(peer, f"remote of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        timeout_secs = self._agent.resolve_timeout(timeout)
+        call = CreationCall(peer.info, f"remote of {_name_of(func)}", timeout_secs, self._agent.pool.blocking)
         if peer.info.id == self._agent.info.id:
             owned = self._agent.book.create(rref_id, None, peer.info.id)
             rref = RRef.of_owned(self._agent, owned)
@@ -81,7 +82,7 @@ class Caller:
         else:
             rref = RRef.of_other(self._agent, peer.info, rref_id, fork_id)
             self._agent.book.add_user(rref)
-        rref.created_by(call.future, call.deadline)
+        rref.created_by(call)
         ids = REMOTE_IDS.pack(rref_id.local_id, fork_id.local_id)
         try:
             self._launch(peer, call, Kind.REMOTE, (func, args, kwargs), ids)

@@ -188,6 +188,42 @@ class AsyncCall(Call):
         return lambda: self.future.settle(lambda: self._open_answer(answer))
 
 
+class CreationCall(Call):
+    """The call that makes the value of an RRef. Nobody waits for it, as a rule: it has a future on demand."""
+
+    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float, blocking: Blocking) -> None:
+        super().__init__(to, what, timeout_secs)
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.when_failed: Callable[[BaseException], None] | None = None  # to be told at once
+        self._blocking = blocking
+        self._future: CallFuture | None = None
+        self._gate = threading.Lock()
+
+    def answer(self, answer: Answer) -> Callable[[], None] | None:
+        """Note that the value is there, or why it will not be. What it is stays with its owner."""
+        with self._gate:
+            self.error = answer if isinstance(answer, BaseException) else None
+            self.is_done = True
+            future = self._future
+        if self.error is not None and self.when_failed is not None:
+            self.when_failed(self.error)
+        return None if future is None else future.complete(self._outcome)
+
+    def future(self) -> CallFuture:
+        """A future of the answer."""
+        with self._gate:
+            is_new = self._future is None
+            future = self._future = self._future or CallFuture(self._blocking)
+        if is_new and self.is_done:
+            future.settle(self._outcome)
+        return future
+
+    def _outcome(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
 def _none() -> None:
     """The outcome of a call that returned None."""
 

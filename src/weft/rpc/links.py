@@ -224,7 +224,12 @@ class Links:
 
     def has_mail(self) -> bool:
         """Whether there is a message to take."""
-        return bool(self._mail) or any(reader.has_mail() for _, reader in self._readers)
+        if self._mail:
+            return True
+        readers = self._readers
+        if len(readers) == 1:  # the usual case, and the quickest way
+            return readers[0][1].has_mail()
+        return any(reader.has_mail() for _, reader in readers)
 
     def take(self) -> Sequence[Part] | None:
         """The next message from any peer, if there is one. One thread at a time."""

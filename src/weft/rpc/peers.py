@@ -29,7 +29,9 @@ class Peer:
         self.was_told = False  # that this worker has given it up
         self.deferred: deque[Sequence[bytes | memoryview]] = deque()  # messages that go with the next one
         self._in_flight = 0
-        self._room = threading.Condition()
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._num_waiting = 0  # for room
 
     def lose(self, why: str, *, has_left: bool = False) -> bool:
         """Note that the worker is gone; False when that was known."""
@@ -61,12 +63,16 @@ class Peer:
 
     def enter(self, limit: int, timeout_secs: float, what: str, blocking: Blocking) -> None:
         """Count a call in; waits while `limit` calls have no answer. Raises when none comes in time."""
-        with self._room:
+        with self._lock:
             if self._in_flight >= limit and self.lost is None:
-                with blocking():
-                    is_room = self._room.wait_for(
-                        lambda: self._in_flight < limit or self.lost is not None, timeout_secs or None
-                    )
+                self._num_waiting += 1
+                try:
+                    with blocking():
+                        is_room = self._room.wait_for(
+                            lambda: self._in_flight < limit or self.lost is not None, timeout_secs or None
+                        )
+                finally:
+                    self._num_waiting -= 1
                 if not is_room:
                     raise PeerTimeoutError(
                         f"RPC ran for more than set timeout ({timeout_secs * 1000:g} ms) and will now be "
@@ -79,6 +85,7 @@ class Peer:
 
     def leave(self) -> None:
         """Count a call out."""
-        with self._room:
+        with self._lock:
             self._in_flight -= 1
-            self._room.notify()
+            if self._num_waiting:
+                self._room.notify()

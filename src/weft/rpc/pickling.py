@@ -46,6 +46,13 @@ class Pickled:
     tensors: list[torch.Tensor]
 
 
+class _Table(dict[type, Reducer]):
+    """How objects are pickled, by type: copyreg's way, where there is no other."""
+
+    def __missing__(self, kind: type) -> Any:
+        return copyreg.dispatch_table[kind]
+
+
 def pickle_object(obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS) -> Pickled:
     """Pickle an object. `reducers` say how objects of these very types are pickled, as `__reduce__` would.
 
@@ -58,8 +65,8 @@ def pickle_object(obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS) 
         tensors.append(tensor)
         return _tensor_at, (len(tensors) - 1,)
 
-    # copyreg's at this moment: users may register their own at any time.
-    table: dict[type, Reducer] = {**copyreg.dispatch_table, **_REDUCERS, torch.Tensor: reduce_tensor}
+    table = _Table(_REDUCERS)
+    table[torch.Tensor] = reduce_tensor
     if reducers:
         table |= {kind: _once_an_object(reducer) for kind, reducer in reducers.items()}
     if _has_file(sys.modules["__main__"]):
@@ -68,7 +75,9 @@ def pickle_object(obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS) 
         except (pickle.PicklingError, AttributeError, TypeError):
             tensors.clear()
     # In a notebook this is the first try: its names can be pickled, and mean nothing elsewhere.
-    return Pickled(*_dump(obj, cloudpickle.Pickler, {**cloudpickle.Pickler.dispatch_table, **table}), tensors)
+    return Pickled(
+        *_dump(obj, cloudpickle.Pickler, _Table({**cloudpickle.Pickler.dispatch_table, **table})), tensors
+    )
 
 
 def _has_file(module: types.ModuleType) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from weft.local import kernel
 from weft.rpc.bell import Bell
 from weft.rpc.calls import SyncCall
 
@@ -82,6 +83,8 @@ class Pool:
         self._enter = enter
         self._begin = begin
         self._limit = limit
+        self.spin_secs = 0.0  # how long to look for messages before sleeping
+        self._spinning = threading.Lock()
         self._taking = threading.Lock()
         self._listening = threading.Lock()  # of the caller that listens
         self._lock = threading.Lock()  # of all that follows
@@ -166,6 +169,8 @@ class Pool:
             job = self._take_job()
             if job is not None:
                 return job
+            if self._spin():
+                continue
             with self._lock:
                 if self._backlog and self._may_work():
                     self._num_free -= 1
@@ -181,6 +186,27 @@ class Pool:
                 self._set_awake(1)
         ear.bell.wake()  # the next one is to end too, or to hear in this one's place
         return None
+
+    def _spin(self) -> bool:
+        """Look for messages for a moment before going to sleep; whether one came.
+
+        To be woken takes longer than most calls, and what has slept runs on cold caches. One thread at a
+        time does it, and it gives way to whatever else wants to run.
+        """
+        if not self.spin_secs or not self._spinning.acquire(blocking=False):
+            return False
+        try:
+            has_mail = self._ear.has_mail
+            deadline = time.monotonic() + self.spin_secs
+            while time.monotonic() < deadline:
+                if has_mail():
+                    return True
+                if self._backlog or self._ear.is_closing:
+                    return False
+                kernel.yield_core()
+            return False
+        finally:
+            self._spinning.release()
 
     def _take_job(self) -> Job | None:
         """Take messages until there is a job for this thread, or no message."""
@@ -277,7 +303,7 @@ class Pool:
                 bell.wake()
 
     def _listen(self, call: SyncCall) -> bool:
-        bell = self._ear.bell
+        bell, is_asleep = self._ear.bell, False
         while True:
             signal = bell.caller_signal()
             self._take_for_others(call)
@@ -286,17 +312,27 @@ class Pool:
             left_secs = call.left_secs()
             if left_secs <= 0 or self._ear.is_closing:
                 return call.wait()
+            if not is_asleep and self._spin():
+                continue
+            if not is_asleep:
+                bell.fall_asleep()
+                is_asleep = True
+                continue
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
 
     def _take_for_others(self, call: SyncCall) -> None:
         """Take messages until the answer has come; leave the jobs to the pool."""
-        while call.reply is None and self._ear.has_mail() and call.left_secs() > 0:
+        while call.reply is None:
             with self._taking:
                 message = self._ear.take()
-                job = None if message is None else self._accept(message)
+                if message is None:
+                    return
+                job = self._accept(message)
                 del message
             if job is not None:
                 self.submit(job)
+                if call.left_secs() <= 0:
+                    return
 
     def submit(self, job: Job) -> None:
         """Have a job done on the pool."""

@@ -17,7 +17,7 @@ from weft.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
-    from weft.rpc.calls import CallFuture
+    from weft.rpc.calls import CreationCall
 
 T = TypeVar("T")
 
@@ -59,8 +59,7 @@ class RRef(Generic[T]):
         self.is_deleted = False
         self._owner = owner
         self._error: BaseException | None = None
-        self._creation: CallFuture | None = None
-        self._creation_deadline: float | None = None
+        self._creation: CreationCall | None = None
         self._is_confirmed = True
         self._type: torch.futures.Future[Any] | None = None
 
@@ -94,16 +93,16 @@ class RRef(Generic[T]):
         """The value can't be had."""
         self._error = error
 
-    def created_by(self, creation: CallFuture, deadline: float | None) -> None:
-        """Hear from the future of the call that makes the value, and when it runs out of time."""
+    def created_by(self, creation: CreationCall) -> None:
+        """Hear from the call that makes the value."""
         self._creation = creation
-        self._creation_deadline = deadline
 
     def limit_wait(self, timeout_secs: float) -> float:
         """How long to wait for the value: no longer than it may take to make it."""
-        if self._creation_deadline is None or self._creation is None or self._creation.done():
+        creation = self._creation
+        if creation is None or creation.deadline is None or creation.is_done:
             return timeout_secs
-        left_secs = max(0.001, self._creation_deadline - time.monotonic())
+        left_secs = max(0.001, creation.deadline - time.monotonic())
         return min(timeout_secs, left_secs) if timeout_secs else left_secs
 
     def delete(self) -> None:
@@ -143,7 +142,7 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this RRef."""
         return self._is_confirmed or (
-            self._creation is not None and self._creation.done() and not proxy.is_failed(self._creation)
+            self._creation is not None and self._creation.is_done and self._creation.error is None
         )
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
@@ -180,9 +179,9 @@ class RRef(Generic[T]):
             raise StateError(f"{self}: Cannot call {doing} on it after deletion. RPC was shut down.")
         if self._error is not None:
             raise fresh_copy(self._error)
-        if self._creation is not None and self._creation.done():
+        if self._creation is not None and self._creation.error is not None:
             try:
-                self._creation.wait()
+                raise fresh_copy(self._creation.error)
             except PeerTimeoutError as error:
                 raise PeerTimeoutError(
                     f"{self}: RRef creation via rpc.remote() timed out, and it is possible that the RRef on "
@@ -220,7 +219,7 @@ class RRef(Generic[T]):
 
     def _get_future(self) -> torch.futures.Future[Any]:
         if self._creation is not None:
-            return self._creation
+            return self._creation.future()
         raise StateError(f"{self} was not made by rpc.remote(), so there is no future of its creation.")
 
     def __repr__(self) -> str:
