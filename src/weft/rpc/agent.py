@@ -30,6 +30,7 @@ from weft.rpc.clock import Clock
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination, Directory
 from weft.rpc.gathering import Gatherings
+from weft.rpc.later import Later
 from weft.rpc.links import Links
 from weft.rpc.notices import write_notice
 from weft.rpc.options import AgentOptions
@@ -47,7 +48,6 @@ from weft.rpc.workers import Card, WorkerInfo
 logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
-_DEFER_SECS = 0.001
 _SPIN_SECS = 0.0001  # where every worker of this host can have a core
 _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
@@ -86,10 +86,10 @@ class Agent:
         self._ending = threading.Lock()
         self._is_ending = False
         self._scan_at = float("inf")
-        self._deferring: set[Peer] = set()
         self._drop_at = 0.0
         self._dropped: deque[tuple[int, GlobalId, GlobalId]] = deque()
         self.links = Links(info.id, derive_keys(secret), options.listen, self._on_link_lost)
+        self._later = Later(self.links, lambda deadline: self.clock.note(deadline))
         self.server = Server(self)
         self.pool = Pool(
             self.links,
@@ -164,32 +164,19 @@ class Agent:
             raise self.ended_error()
         self.introduce(peer)
         if peer.deferred:
-            self._send_deferred(peer, is_quiet=True)
+            self._later.send(peer, is_quiet=True)
         self._send(peer, kind, call_id, body, buffers)
 
     def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
         """Answer a call that nobody waits for just now: with the next message to that peer, or soon."""
-        self._defer(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body))
+        self._later.add(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body))
 
     def tell_later(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker something with the next message to it, or soon."""
         peer = self.peers.get(worker_id)
         if peer is not None and peer.lost is None and not self.is_ended:
             body = write_notice(notice)
-            self._defer(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body))
-
-    def _defer(self, peer: Peer, message: Message) -> None:
-        peer.deferred.append(encode_message(message))
-        self._deferring.add(peer)
-        self.clock.note(time.monotonic() + _DEFER_SECS)
-
-    def _send_deferred(self, peer: Peer, *, is_quiet: bool) -> None:
-        """Send what was deferred; quietly, where the next message wakes the peer anyway."""
-        try:
-            while peer.deferred:
-                self.links.send(peer.info.id, peer.deferred.popleft(), is_answer=True, is_quiet=is_quiet)
-        except (IndexError, PeerError):
-            return  # another thread has sent it, or the peer is gone
+            self._later.add(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body))
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker's book something; nothing is done when that worker is gone."""
@@ -270,8 +257,7 @@ class Agent:
             self.note_deadline(self.calls.next_deadline() or float("inf"))
         if self._dropped and now >= self._drop_at:
             self._tell_drops()
-        while self._deferring:
-            self._send_deferred(self._deferring.pop(), is_quiet=False)
+        self._later.send_all()
         next_look = self.pool.look_after()
         if next_look is None:
             self.post.trim()
