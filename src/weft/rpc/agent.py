@@ -305,6 +305,7 @@ class Agent:
             "agent.num_idle_threads": str(self.pool.num_threads - self.pool.num_busy),
             "agent.client_active_calls": str(self.calls.num_open),
             "agent.server_active_calls": str(self.pool.num_busy),
+            **({} if self.tracker is None else self.tracker.debug_info()),
         }
 
     # Workers that go

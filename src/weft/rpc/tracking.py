@@ -47,6 +47,10 @@ class Tracker(Protocol):
         """A worker is gone."""
         ...
 
+    def debug_info(self) -> dict[str, str]:
+        """Numbers for the curious."""
+        ...
+
     def close(self) -> None:
         """This worker ends."""
         ...
