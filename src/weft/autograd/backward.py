@@ -2,7 +2,8 @@
 
 The private names of torch that weft needs for this are used here and nowhere else:
 `_current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node`,
-`_unsafe_preserve_version_counter`, `_unsafe_set_version_counter` and the engine's `queue_callback`.
+`_unsafe_preserve_version_counter`, `_unsafe_set_version_counter`, nodes' `_sequence_nr` and
+`_set_sequence_nr`, and the engine's `queue_callback`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def current_node() -> Any:
     """The node of the graph that the backward on this thread is at; None where it doesn't say."""
     return torch._C._current_autograd_node()
+
+
+def run_last(node: Any) -> None:
+    """Let the engine come to a node when no other one is ready. Those must `run_before_last`."""
+    node._set_sequence_nr(0)
+
+
+def run_before_last(nodes: Iterable[Any]) -> None:
+    """Let the engine come to nodes before those that run last."""
+    for node in nodes:
+        if node._sequence_nr() == 0:  # the first that its thread has made
+            node._set_sequence_nr(1)
 
 
 def is_reachable(roots: Iterable[Any], wanted: Iterable[Any]) -> bool:

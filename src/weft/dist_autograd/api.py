@@ -10,7 +10,6 @@ import torch
 from torch.autograd.profiler import record_function
 
 from weft.dist_autograd.context import DistAutogradContext
-from weft.dist_autograd.cuts import prepare_thread
 from weft.dist_autograd.tracker import GraphTracker, tracker_here
 from weft.errors import ConfigTypeError, StateError, UnfitError
 from weft.rpc import registry, tracking
@@ -142,7 +141,6 @@ def _new_context() -> DistAutogradContext:
     if here.context_id and _tracker().contexts.find(here.context_id) is not None:
         raise StateError(f"Already have an autograd context id for this thread: {here.context_id}")
     made = _tracker().contexts.new()
-    prepare_thread()
     here.context_id = made.id
     return made
 

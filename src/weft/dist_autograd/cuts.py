@@ -12,13 +12,13 @@ worker waits for, since whatever was sent later is done before.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.autograd import Function
 
+from weft.autograd import run_last
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -62,7 +62,7 @@ class _Recv(Function):
 class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, number: int, before: torch.Tensor | None, token: torch.Tensor) -> torch.Tensor:
-        ctx._set_sequence_nr(0)
+        run_last(ctx)
         ctx.number, ctx.has_before = number, before is not None
         return torch.zeros((), device="cpu")
 
@@ -83,31 +83,14 @@ class RecvCut:
         self.route = route  # the gradients' way back
 
 
-class _Here(threading.local):
-    is_prepared = False
-
-
-_here = _Here()
-
-
-def prepare_thread() -> None:
-    """Let the first node that this thread makes be none of a user's: it would have the gates' priority."""
-    if not _here.is_prepared:
-        _here.is_prepared = True
-        with torch.inference_mode(False), torch.enable_grad():
-            _Send.apply(0, _anchor)
-
-
 def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A token for tensors that are sent. It holds their graph as it is now."""
-    prepare_thread()
     with torch.enable_grad():
         return cast(torch.Tensor, _Send.apply(number, *tensors))
 
 
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Tensors that came in a message, as outputs of a node; and the node."""
-    prepare_thread()
     with torch.inference_mode(False), torch.enable_grad():
         tied = cast("tuple[torch.Tensor, ...]", _Recv.apply(cut, _anchor, tensors))
     return tied, tied[0].grad_fn
@@ -138,4 +121,3 @@ _SEND_NODE: Any = _Send._backward_cls  # type: ignore[attr-defined]
 # As profiles and `grad_fn.name()` show them, under torch's names.
 _RECV_NODE.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 _SEND_NODE.__name__ = "torch::distributed::autograd::SendRpcBackward"
-prepare_thread()

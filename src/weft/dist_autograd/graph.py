@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.autograd import is_reachable
+from weft.autograd import run_before_last
 from weft.dist_autograd.cuts import RecvCut, cut_of, is_anchor
-from weft.errors import StateError, UnsupportedError
+from weft.errors import UnsupportedError
 
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -18,7 +18,6 @@ class Reached:
     def __init__(self) -> None:
         self.leaves: list[Any] = []  # nodes that add to a leaf's gradient
         self._nodes: set[Any] = set()
-        self._receiving: list[Any] = []
 
     def add(self, starts: Iterable[Any]) -> list[RecvCut]:
         """Go on from these nodes. Returns the cuts that were not reached before."""
@@ -36,7 +35,6 @@ class Reached:
             cut = cut_of(node)
             if cut is not None:
                 cuts.append(cut)
-                self._receiving.append(node)
                 continue
             if type(node).__name__ == _REENTRANT:
                 raise _reentrant_error()
@@ -50,16 +48,9 @@ class Reached:
         if variable is not None and not is_anchor(variable):
             self.leaves.append(node)
 
-    def check_order(self) -> None:
-        """Raise for a graph in which a gate could be passed too early."""
-        # Only the first node that its thread made is as late as a gate.
-        for node in self._nodes:
-            if node._sequence_nr() == 0 and is_reachable([node], self._receiving):
-                raise StateError(
-                    f"dist_autograd: {node.name()} is the first operation that its thread ever recorded, and "
-                    "works on what came from another worker: autograd could run it too late. Do any "
-                    "operation that needs a gradient on that thread first, or enter a context there."
-                )
+    def run_before_gates(self) -> None:
+        """Let the engine come to all of these nodes before a gate that is ready too."""
+        run_before_last(self._nodes)
 
 
 def _reentrant_error() -> UnsupportedError:

@@ -204,7 +204,7 @@ class Run:
             else:
                 gate = add_gate(number, gate, token)
         if gate is not None:
-            self._reached.check_order()
+            self._reached.run_before_gates()
             roots.append(gate)
             gradients.append(root_gradient())
         with at_work(self) as more, self.landing.ready(self._reached.leaves):

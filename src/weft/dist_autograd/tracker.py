@@ -9,7 +9,7 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, prepare_thread, tie_received
+from weft.dist_autograd.cuts import RecvCut, cut_sent, tie_received
 from weft.dist_autograd.run import Abandoned, Batch, Run
 from weft.errors import BackwardError, StateError, WeftError
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -63,7 +63,6 @@ class GraphTracker:
         self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
     ) -> Sequence[torch.Tensor]:
         """Make tensors that came over a cut the outputs of a node."""
-        prepare_thread()  # it may go on to compute in this context
         context = self.contexts.join(context_id)
         if context is None:
             return tensors
