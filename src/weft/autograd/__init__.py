@@ -12,9 +12,10 @@ from weft.autograd.backward import (
     unseen_by_autograd,
     will_run,
 )
-from weft.autograd.homes import Unsynced, announce_gradients, on_announcement
+from weft.autograd.homes import Renew, Unsynced, announce_gradients, on_announcement
 
 __all__ = [
+    "Renew",
     "Unsynced",
     "accumulation_node",
     "announce_gradients",

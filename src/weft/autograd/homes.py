@@ -21,17 +21,17 @@ class Unsynced(Protocol):
         ...
 
 
-# (parameters, whether later backwards write their gradients into the same memory, what else is kept)
-Announcement = Callable[[Sequence[torch.Tensor], bool, Unsynced | None], None]
+Renew = Callable[[], None]  # lets go of memory that gradients are written to again and again
+Announcement = Callable[[Sequence[torch.Tensor], Renew | None, Unsynced | None], None]
 _listeners: list[Announcement] = []
 
 
 def announce_gradients(
-    params: Sequence[torch.Tensor], *, is_memory_reused: bool = False, unsynced: Unsynced | None = None
+    params: Sequence[torch.Tensor], *, renew: Renew | None = None, unsynced: Unsynced | None = None
 ) -> None:
     """Say that this backward sets `.grad` of these parameters. To be called within it, once or more."""
     for hear in _listeners:
-        hear(params, is_memory_reused, unsynced)
+        hear(params, renew, unsynced)
 
 
 def on_announcement(hear: Announcement) -> None:

@@ -43,6 +43,11 @@ class BucketSet:
             for index in plan.params:
                 self.bucket_of[index] = number
 
+    def renew(self) -> None:
+        """Let the next gradients have memory of their own."""
+        for bucket in self.buckets:
+            bucket.renew()
+
     def count_expected(self, expected: Sequence[int]) -> list[int]:
         """How many gradients each bucket waits for, from how many each parameter gets."""
         return [sum(expected[index] for index in plan.params) for plan in self.plan]

@@ -99,6 +99,10 @@ class Bucket(ABC):
     def owns(self, at: int, grad: torch.Tensor) -> bool:
         """Whether this gradient lies in the bucket's own memory."""
 
+    @abstractmethod
+    def renew(self) -> None:
+        """Let go of memory that outlives the step: the next gradients get memory of their own."""
+
     def abandon(self) -> None:
         """Wait for what was launched, if anything, and forget it."""
         self._wait()

@@ -77,6 +77,9 @@ class DenseBucket(Bucket):
         except RuntimeError as error:
             raise self._explain(error) from error
 
+    def renew(self) -> None:
+        self._gradients = None
+
     def launch(self, reduction: Reduction) -> None:
         flat, group = self.gradients.flat, reduction.group
         if reduction.hook is not None:

@@ -131,7 +131,10 @@ class Reducer:
     def _adopt(self, order: Sequence[int]) -> None:
         self.buckets = BucketSet(self.members, order, self.caps, keeps_buffers=self.keeps_buffers)
 
-    # Backward begins
+    def renew(self) -> None:
+        """Let the next gradients have memory of their own, where it is kept otherwise."""
+        if self.keeps_buffers:
+            self.buckets.renew()
 
     def expect(self, *, is_synced: bool) -> None:
         """A forward has been made; its backward shall reduce, or not."""
@@ -172,7 +175,7 @@ class Reducer:
         finish = self._make_end()
         step = self._step = Step(weakref.ref(finish), current_backward())
         on_backward_end(finish)
-        announce_gradients(self._params, is_memory_reused=self.keeps_buffers)
+        announce_gradients(self._params, renew=self.renew)
         if is_synced:
             self._begin_reducing(step)
         return step
@@ -222,8 +225,6 @@ class Reducer:
     def is_reducing(self) -> bool:
         """Whether a backward goes on whose gradients are reduced."""
         return self._step is not None and self._step.is_synced
-
-    # Gradients arrive
 
     @one_at_a_time
     def _look(self) -> None:

@@ -62,6 +62,9 @@ class SparseBucket(Bucket):
             self._param.grad = mean.to_dense() if grad is not None and not grad.is_sparse else mean
         return (True,)
 
+    def renew(self) -> None:
+        """Nothing: its memory is each step's own."""
+
     def owns(self, at: int, grad: torch.Tensor) -> bool:
         return grad.is_sparse  # made anew in each step
 

@@ -41,7 +41,7 @@ class DistAutogradContext:
         self.called: set[int] = set()  # workers that this one has called
         self.neighbours: set[int] = set()  # these, and those that have called it
         self.runs: dict[int, Run] = {}
-        self.ended_runs: set[int] = set()
+        self.ended_runs: dict[int, bool] = {}  # by number: whether it has failed
         self._numbers = itertools.count(1)
         self._num_received = itertools.count()
 
@@ -51,6 +51,14 @@ class DistAutogradContext:
             number = next(self._numbers)
             self.sent[number] = Sent(peer_id, cut(number))
         return number
+
+    def check_sent(self, number: int, worker: object) -> None:
+        """Raise where the graph of what was sent under a number is no longer there."""
+        if number not in self.sent:
+            raise StateError(
+                f"dist_autograd: backward came to tensors that worker {worker} sent in context {self.id} for "
+                "a second time. Give retain_graph=True to the first backward."
+            )
 
     def add_received(self, node: Any) -> None:
         """Keep the node of tensors that were received."""

@@ -5,7 +5,8 @@ with post-accumulate hooks are for autograd to add to, since those look at `.gra
 they run, and before and after what it was. Either way several contexts can use a leaf at once.
 
 Parameters that a strategy reduces (`announce_gradients`) have the context's gradients in `.grad` until the
-backward ends, when the reduced ones are there.
+backward ends, when the reduced ones are there. The context gets all of them then; none if the backward fails
+here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.autograd import Unsynced, accumulation_node, on_announcement
+from weft.autograd import Renew, Unsynced, accumulation_node, on_announcement
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
@@ -39,6 +40,7 @@ class _Leaf:
         self._turn = threading.Lock()
         self._landing: Landing | None = None  # whose turn it is
         self._thread = 0
+        self._num_inner = 0
         self._outer: torch.Tensor | None = None
         self._handles = [node.register_prehook(self._before), node.register_hook(self._after)]
 
@@ -52,16 +54,23 @@ class _Leaf:
                 with self._turn:
                     landing.add(self._variable, grads[0])
             return (None,)
+        if self._landing is not None and self._thread == threading.get_ident():
+            self._num_inner += 1  # a backward within a hook of this very leaf
+            return None
         self._turn.acquire()
         self._landing = landing
         landing.taking.add(self)
         self._thread = threading.get_ident()
         self._outer = self._variable.grad
-        self._variable.grad = landing.context.grads.get(self._variable)
+        self._variable.grad = landing.show(self._variable)
         return None
 
     def _after(self, _: Any, __: Any) -> None:
-        if self._landing is not None and self._thread == threading.get_ident():
+        if self._landing is None or self._thread != threading.get_ident():
+            return
+        if self._num_inner:
+            self._num_inner -= 1
+        else:
             self._landing.keep(self._variable)
             self.leave()
 
@@ -85,10 +94,12 @@ class Landing:
     def __init__(self, context: DistAutogradContext) -> None:
         self.context = context
         self.taking: set[_Leaf] = set()  # leaves at which it is now
+        self._added: dict[torch.Tensor, torch.Tensor] = {}
+        self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
         self._leaves: list[int] = []
-        self._lent: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with what `.grad` was
         self._lent_ids: set[int] = set()
-        self._reused: set[int] = set()
+        self._renew: list[Renew] = []
         self._shared: dict[int, torch.Tensor] = {}  # gradients that several leaves get, by id
         self._unsynced: list[tuple[Unsynced, Any]] = []
 
@@ -111,7 +122,7 @@ class Landing:
             return  # gradients of its shards are announced
         if hooks_of(variable) and (reducers := reducers_of(variable)):
             for reducer in reducers:
-                self.lend([member.param for member in reducer.members], reducer.keeps_buffers)
+                self.lend([member.param for member in reducer.members], reducer.renew)
             return
         with _lock:
             leaf = _leaves.get(id(variable))
@@ -121,27 +132,27 @@ class Landing:
         self._leaves.append(id(variable))
 
     def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add a gradient to what the context has of it."""
-        grads = self.context.grads
-        known = grads.get(variable)
-        if known is not None:
-            # As autograd does with `.grad`: in place, unless that would make a sparse one dense.
-            grads[variable] = grad + known if known.is_sparse and not grad.is_sparse else known.add_(grad)
-        elif id(grad) not in self._shared and _is_alone(grad) and _is_fit_to_keep(grad, variable):
-            grads[variable] = grad
+        """Take a leaf's gradient, to be added to what the context has of it."""
+        if id(grad) not in self._shared and _is_alone(grad) and _is_fit_to_keep(grad, variable):
+            self._added[variable] = grad
         else:
-            grads[variable] = _copy_like(grad, variable)
+            self._added[variable] = _copy_like(grad, variable)
             self._shared[id(grad)] = grad  # the last leaf that gets it does not have it alone either
 
-    def keep(self, variable: torch.Tensor) -> None:
-        """Take what is in `.grad`."""
-        if variable.grad is None:
-            self.context.grads.pop(variable, None)
-        else:
-            self.context.grads[variable] = variable.grad
+    def show(self, variable: torch.Tensor) -> torch.Tensor | None:
+        """What a leaf's hooks are to find: a copy of the context's gradient, since the backward may fail."""
+        known = self.context.grads.get(variable)
+        return None if known is None else known.clone()
 
-    def lend(self, params: Sequence[torch.Tensor], is_memory_reused: bool) -> None:
+    def keep(self, variable: torch.Tensor) -> None:
+        """Take what is in `.grad`, in place of what the context has of it."""
+        self._kept[variable] = variable.grad
+
+    def lend(self, params: Sequence[torch.Tensor], renew: Renew | None) -> None:
         """Let `.grad` of parameters be the context's until the backward ends."""
+        if renew is not None and any(id(param) not in self._lent_ids for param in params):
+            renew()  # what is in `.grad` now keeps its memory, and so will what comes
+            self._renew.append(renew)
         for param in params:
             if id(param) in self._lent_ids:
                 continue
@@ -153,12 +164,8 @@ class Landing:
                     "one module whose gradients are reduced. Let one end before the other begins."
                 )
             self._lent_ids.add(id(param))
-            outer = param.grad
-            values = outer.clone() if is_memory_reused and outer is not None else None
-            self._lent.append((param, outer, values))
-            if is_memory_reused:
-                self._reused.add(id(param))
-            param.grad = self.context.grads.get(param)
+            self._lent.append((param, param.grad))
+            param.grad = self.show(param)
 
     def lend_unsynced(self, unsynced: Unsynced) -> None:
         """Let what a strategy has not reduced yet be the context's until the backward ends."""
@@ -170,18 +177,18 @@ class Landing:
     def _settle(self, *, has_failed: bool) -> None:
         for leaf in list(self.taking):
             leaf.leave()
-        for param, outer, values in self._lent:
-            grad = param.grad
-            if not has_failed and grad is not None:
-                self.context.grads[param] = grad.clone() if id(param) in self._reused else grad
-            if outer is not None and values is not None:
-                with torch.no_grad():
-                    outer.copy_(values)
+        for param, outer in self._lent:
+            if param.grad is not None:
+                self._kept[param] = param.grad
             param.grad = outer
+        for renew in self._renew:
+            renew()
         for unsynced, outer in self._unsynced:
             kept = unsynced.exchange_unsynced(outer)
             if not has_failed:
                 self.context.unsynced[unsynced] = kept
+        if not has_failed:
+            self._hand_over()
         with _lock:
             for param_id in self._lent_ids:
                 del _lent[param_id]
@@ -192,6 +199,24 @@ class Landing:
                     leaf.remove()
                     del _leaves[leaf_id]
         self._shared.clear()
+
+    def _hand_over(self) -> None:
+        """Give the context its gradients."""
+        grads = self.context.grads
+        with self.context.lock, torch.no_grad():
+            for variable, grad in self._kept.items():
+                if grad is None:
+                    grads.pop(variable, None)
+                else:
+                    grads[variable] = grad
+            for variable, grad in self._added.items():
+                known = grads.get(variable)
+                if known is None:
+                    grads[variable] = grad
+                elif known.is_sparse and not grad.is_sparse:  # it can't be added to in place
+                    grads[variable] = grad + known
+                else:
+                    grads[variable] = known.add_(grad)
 
 
 def _is_alone(grad: torch.Tensor) -> bool:
@@ -241,10 +266,10 @@ def _count_fresh() -> tuple[int, int]:
 _FRESH_HOLDERS, _FRESH_USES = _count_fresh()
 
 
-def _hear(params: Sequence[torch.Tensor], is_memory_reused: bool, unsynced: Unsynced | None) -> None:
+def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynced | None) -> None:
     run = current_run()
     if run is not None:
-        run.landing.lend(params, is_memory_reused)
+        run.landing.lend(params, renew)
         if unsynced is not None:
             run.landing.lend_unsynced(unsynced)
 

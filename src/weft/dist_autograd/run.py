@@ -147,17 +147,10 @@ class Run:
         with self.context.lock:
             new = [number for number in numbers if number not in self._taking_part]
             self._taking_part.update(new)
-            nodes = [self._token(number).grad_fn for number in new]
+            for number in new:
+                self.context.check_sent(number, self.agent.info)
+            nodes = [self.context.sent[number].token.grad_fn for number in new]
         return self.reach(nodes)
-
-    def _token(self, number: int) -> torch.Tensor:
-        sent = self.context.sent.get(number)
-        if sent is None:
-            raise StateError(
-                f"dist_autograd: backward came to tensors that worker {self.agent.info} sent in context "
-                f"{self.context.id} for a second time. Give retain_graph=True to the first backward."
-            )
-        return sent.token
 
     # Execution
 
@@ -172,9 +165,7 @@ class Run:
             numbers = [
                 number for number in self.context.sent if not self._is_exact or number in self._taking_part
             ]
-            for number in self._arrived:
-                self._token(number)
-            tokens = [(number, self._token(number)) for number in numbers]
+            tokens = [(number, self.context.sent[number].token) for number in numbers]
         if not self._is_exact:
             self.reach([*(root.grad_fn for root in roots), *(token.grad_fn for _, token in tokens)])
         self._run_engine(list(roots), list(gradients), tokens)

@@ -40,6 +40,12 @@ class GraphTracker:
 
     # Messages
 
+    def on_call(self, context_id: int, route: Route) -> None:
+        """Note which worker a context comes to."""
+        context = self.contexts.join(context_id)
+        if context is not None:
+            _note_peer(context, route)
+
     def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
         """Cut the graph at the tensors of a message that need gradients."""
         context = self.contexts.join(context_id)
@@ -88,15 +94,23 @@ class GraphTracker:
         """End a context, here and wherever it went."""
         context = self.contexts.end(context_id)
         if context is not None:
+            self._fail_runs(context)
             for peer_id in context.called - {self._agent.info.id}:
                 self._agent.tell_later(peer_id, (_ENDED, context_id))
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
         context = self.contexts.end(context_id)
         if context is not None:
+            self._fail_runs(context)
             for peer_id in context.called - {sender_id, self._agent.info.id}:
                 self._agent.tell_later(peer_id, (_ENDED, context_id))
             self._agent.let_go([context])
+
+    def _fail_runs(self, context: DistAutogradContext) -> None:
+        """End what goes on in a context that ends: nobody will send it what it waits for."""
+        for run in list(context.runs.values()):
+            error = StateError(f"dist_autograd: context {context.id} ended while a backward went on in it.")
+            run.fail(self._agent.info.id, describe_failure(error, self._agent.info))
 
     def _on_reached(self, sender_id: int, context_id: int) -> None:
         """A worker has a context of this one's from a worker that is gone, and won't hear of its end."""
@@ -170,6 +184,10 @@ class GraphTracker:
         retain_graph, is_exact = options
         context = self.contexts.get(context_id)
         run = self._open_run(context, number, retain_graph=retain_graph, is_exact=is_exact)
+        if run is None and context.ended_runs.get(number):
+            return None, []  # it has failed; whoever sent this will hear of it
+        for sent_number, _ in batch:
+            context.check_sent(sent_number, self._agent.info)
         if run is None or not run.put(batch):
             return None, []
         try:
@@ -224,7 +242,7 @@ class GraphTracker:
             run = context.runs.get(number)
             if run is None and number in context.ended_runs:
                 return
-            context.ended_runs.add(number)
+            context.ended_runs[number] = True
         if run is None or run.fail(worker_id, failure):
             self._spread(context, number, worker_id, failure, but=sender_id)
         if run is not None and not run.has_begun:
@@ -250,8 +268,7 @@ class GraphTracker:
     def close(self) -> None:
         """This worker ends: nothing goes on."""
         for context in self.contexts.all():
-            for run in list(context.runs.values()):
-                run.fail(self._agent.info.id, describe_failure(self._agent.ended_error(), self._agent.info))
+            self._fail_runs(context)
             self.contexts.end(context.id)
 
     def debug_info(self) -> dict[str, str]:
@@ -270,7 +287,7 @@ def _note_peer(context: DistAutogradContext, route: Route) -> None:
 def _close_run(run: Run) -> None:
     with run.context.lock:
         run.context.runs.pop(run.number, None)
-        run.context.ended_runs.add(run.number)
+        run.context.ended_runs[run.number] = run.failure is not None
 
 
 def tracker_here(agent: Agent) -> GraphTracker:

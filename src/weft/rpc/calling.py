@@ -106,7 +106,10 @@ class Caller:
         if peer.lost is not None:
             raise peer.gone_error(call.what)
         self._enter(peer, call)
-        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id, _context_id())), [])
+        context_id = self._context_id()
+        if context_id and self._agent.tracker is not None:
+            self._agent.tracker.on_call(context_id, peer.calling)
+        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id, context_id)), [])
         try:
             return self._wait(call)
         except PeerTimeoutError:
@@ -139,7 +142,7 @@ class Caller:
         """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
         self._enter(peer, call)
         try:
-            context_id = 0 if call.is_internal else _context_id()
+            context_id = 0 if call.is_internal else self._context_id()
             packed = self._agent.packer.pack(payload, route or peer.calling, context_id)
         except BaseException:
             if not call.is_internal:
@@ -177,6 +180,13 @@ class Caller:
             self._agent.note_deadline(call.deadline)
         return True
 
+    def _context_id(self) -> int:
+        """The context of distributed autograd that a call of this thread belongs to; 0 for none."""
+        context_id, tracker = here.context_id, self._agent.tracker
+        if not context_id or tracker is None or not torch.is_grad_enabled():
+            return 0
+        return context_id if tracker.is_open(context_id) else 0
+
     def _wait(self, call: SyncCall) -> Any:
         if not self._agent.pool.wait_for(call) and self._agent.take(call.id) is not None:
             raise call.timeout_error()
@@ -184,11 +194,6 @@ class Caller:
             call.wait()
         assert call.reply is not None
         return self._agent.open_answer(call.reply)
-
-
-def _context_id() -> int:
-    """The context of distributed autograd that a call of this thread belongs to."""
-    return here.context_id if here.context_id and torch.is_grad_enabled() else 0
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -176,7 +176,9 @@ class Pool:
                     self._num_free -= 1
                     return self._backlog.popleft()
                 self._set_awake(-1)
-                if ear.is_closing or len(self._threads) - self._num_blocked > self._limit + 1:
+                # The last one that is free stays: those that work may all come to wait.
+                is_surplus = self._num_free > 1 and len(self._threads) - self._num_blocked > self._limit + 1
+                if ear.is_closing or is_surplus:
                     self._threads.discard(threading.current_thread())
                     self._num_free -= 1
                     break

@@ -25,6 +25,10 @@ class Tracker(Protocol):
 
     notices: Mapping[str, Callable[..., None]]  # what its peers tell it, by name; must not wait
 
+    def on_call(self, context_id: int, route: Route) -> None:
+        """Note a call in a context that sends nothing."""
+        ...
+
     def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
         """Note what is sent in a context. None where no tensor needs a gradient."""
         ...
