@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -191,9 +190,5 @@ def _init(worker_id: int) -> None:
     """torch's init_rpc calls this; weft's has done it."""
 
 
-def _backward_of_rref(context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> Any:
-    backward(context_id, roots, retain_graph)
-
-
 tracking.make_tracker = GraphTracker
-tracking.backward_in_context = _backward_of_rref
+tracking.backward_in_context = backward

@@ -50,11 +50,7 @@ class _Recv(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         run = running.need_run(f"a tensor that came from worker '{ctx.cut.route.peer_name}'")
-        if run.context.id != ctx.cut.context_id:
-            raise StateError(
-                f"dist_autograd: a tensor of context {ctx.cut.context_id} is in the graph of a backward of "
-                f"context {run.context.id}. Detach it, or use both in one context."
-            )
+        ctx.cut.check_context(run.context.id)
         run.give_away(ctx.cut, grads)
         return None, None, None
 
@@ -81,6 +77,14 @@ class RecvCut:
         self.context_id = context_id
         self.number = number
         self.route = route  # the gradients' way back
+
+    def check_context(self, context_id: int) -> None:
+        """Raise where the tensors belong to another context than the backward."""
+        if context_id != self.context_id:
+            raise StateError(
+                f"dist_autograd: a tensor of context {self.context_id} is in the graph of a backward of "
+                f"context {context_id}. Detach it, or use both in one context."
+            )
 
 
 def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

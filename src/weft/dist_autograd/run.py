@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Grads = tuple[torch.Tensor | None, ...]
 Batch = list[tuple[int, Grads]]  # gradients by the number under which the tensors were sent
 
+_LOOK_AGAIN = StateError("something has come")  # any answer ends a wait
 _GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
 
 
@@ -99,6 +100,9 @@ class Run:
 
     def wait_arrived(self, number: int) -> None:
         """Wait for the gradients of tensors that were sent."""
+        peer_id = self.context.sent[number].peer_id
+        if number not in self._arrived and self.agent.is_lost(peer_id):  # before this backward began
+            raise self.agent.peers[peer_id].lost_error("its part of a backward")
         self._wait_until(lambda: number in self._arrived, number)
 
     # What comes in
@@ -129,7 +133,7 @@ class Run:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            waiter.answer(StateError("look again"))
+            waiter.answer(_LOOK_AGAIN)
 
     # Finding out what takes part
 
@@ -139,6 +143,7 @@ class Run:
             cuts = self._reached.add(nodes)
         found: dict[int, list[int]] = {}
         for cut in cuts:
+            cut.check_context(self.context.id)
             found.setdefault(cut.route.peer_id, []).append(cut.number)
         return found
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from weft.errors import ConfigError, PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry, tracking
@@ -94,7 +92,7 @@ class Agent:
         self.pool = Pool(
             self.links,
             self.server.accept,
-            partial(registry.serving, self, registry.rank_world(), torch.get_num_threads()),
+            partial(registry.serving, self, registry.rank_world()),
             lambda: self.clock.note(0.0),
             options.num_threads,
         )

@@ -213,9 +213,9 @@ class CreationCall(Call):
     def future(self) -> CallFuture:
         """A future of the answer."""
         with self._gate:
-            is_new = self._future is None
+            is_late = self._future is None and self.is_done  # else the answer completes it
             future = self._future = self._future or CallFuture(self._blocking)
-        if is_new and self.is_done:
+        if is_late:
             future.settle(self._outcome)
         return future
 

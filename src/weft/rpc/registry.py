@@ -68,10 +68,10 @@ def rank_world() -> EnterWorld:
 
 
 @contextmanager
-def serving(agent: Agent, enter_world: EnterWorld, num_threads: int) -> Generator[None]:
-    """Serve for an agent inside, in its rank's world, with as many threads an operation as it has."""
+def serving(agent: Agent, enter_world: EnterWorld) -> Generator[None]:
+    """Serve for an agent inside, in its rank's world."""
     enter(agent)
-    torch.set_num_threads(num_threads)  # it is this thread's own; unset, an operation takes all cores
+    torch.init_num_threads()  # without it some operations take all cores, whatever the user has set
     with enter_world():
         yield
 

@@ -54,7 +54,7 @@ class Route:
     peer_name: str
     is_same_host: bool
     device_map: Mapping[torch.device, torch.device]
-    is_answer: bool = False  # for the words of errors
+    is_answer: bool = False  # of answers to the peer's calls
 
 
 class _Parcel:
