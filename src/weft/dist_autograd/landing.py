@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Landing:
     """Takes the gradients of one worker's part of a backward into its context."""
 
     def __init__(self, context: DistAutogradContext) -> None:
+        count_fresh()  # before the engine is at work
         self.context = context
         self.taking: set[_Leaf] = set()  # leaves at which it is now
         self._added: dict[torch.Tensor, torch.Tensor] = {}
@@ -221,11 +223,10 @@ class Landing:
 
 def _is_alone(grad: torch.Tensor) -> bool:
     """Whether nobody but autograd holds a gradient, or has a tensor that shares its memory."""
-    if holder_count(grad) > _FRESH_HOLDERS:
+    fresh_holders, fresh_uses = count_fresh()
+    if holder_count(grad) > fresh_holders:
         return False
-    return (
-        grad.layout is not torch.strided or type(grad) is not torch.Tensor or use_count(grad) <= _FRESH_USES
-    )
+    return grad.layout is not torch.strided or type(grad) is not torch.Tensor or use_count(grad) <= fresh_uses
 
 
 def _is_fit_to_keep(grad: torch.Tensor, variable: torch.Tensor) -> bool:
@@ -249,8 +250,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-def _count_fresh() -> tuple[int, int]:
-    """How often autograd itself holds a gradient that nobody else has, when the hook gets it."""
+@cache
+def count_fresh() -> tuple[int, int]:
+    """How often autograd itself holds a gradient that nobody else has, when the hook gets it.
+
+    Tried out once, and not on import: a process whose engine has run can't be forked.
+    """
     counts: list[tuple[int, int]] = []
     leaf = torch.zeros(1, device="cpu", requires_grad=True)
     with torch.enable_grad():
@@ -261,9 +266,6 @@ def _count_fresh() -> tuple[int, int]:
     torch.autograd.backward([doubled], [torch.ones(1, device="cpu")])
     handle.remove()
     return counts[0]
-
-
-_FRESH_HOLDERS, _FRESH_USES = _count_fresh()
 
 
 def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynced | None) -> None:

@@ -77,7 +77,7 @@ def need_run(what: str) -> Run:
 def at_work(run: Run) -> Generator[list[torch.Tensor]]:
     """The engine works on a part, inside. Gives roots that it must have beside its own."""
     outer, _here.run = _here.run, run
-    uses_threads = torch.cuda.is_available()
+    uses_threads = torch.cuda.is_initialized()
     try:
         if not uses_threads:
             yield []
