@@ -9,7 +9,7 @@ import sys
 import torch
 
 from tests.conformance.expectations import Expectations, read_expectations
-from tests.conformance.runner import CASE_TIMEOUT_SECS, SLOW_CASE_TIMEOUT_SECS, Outcome, Runner
+from tests.conformance.runner import Outcome, Runner
 from tests.conformance.source import list_cases
 from tests.conformance.suites import SUITES, Suite
 
@@ -51,10 +51,9 @@ def parse_options() -> argparse.Namespace:
 def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
     """Run one suite and return what its list did not foresee."""
     expectations = read_expectations(suite)
-    slow = expectations.slow
     is_checked = options.target == "weft" and expectations.is_for(torch.__version__)
     cases = [case for case in list_cases(suite) if re.search(options.k, case.name)]
-    cases = [case for case in cases if not (options.quick and case.name in slow)]
+    cases = [case for case in cases if not (options.quick and case.name in expectations.slow)]
     cases = [case for case in cases if case.num_gpus or not options.gpu]
     width = max((len(case.name) for case in cases), default=0)
     counts = dict.fromkeys(WORDS, 0)
@@ -62,8 +61,7 @@ def run_suite(suite: Suite, options: argparse.Namespace) -> list[str]:
     print(f"{suite.name} on {options.target}, torch {torch.__version__}")
     with Runner(suite, options.target) as runner:
         for case in cases:
-            limit_secs = SLOW_CASE_TIMEOUT_SECS if case.name in slow else CASE_TIMEOUT_SECS
-            outcome = runner.run(case, limit_secs)
+            outcome = runner.run(case, expectations.limit_secs(case.name))
             counts[outcome.status] += 1
             reason = describe(expectations, case.name, outcome) if is_checked else outcome.error
             print(f"{case.name:{width}}  {WORDS[outcome.status]:7}  {reason}".rstrip(), flush=True)

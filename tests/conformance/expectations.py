@@ -6,6 +6,7 @@
     reason = "..."             # why weft does not do it, for a reader
     error = "..."              # what the failure says: failing for another reason is a surprise too
     tests = ["test_a"]
+    secs = 5                   # after which it is ended, if it would wait for ever
 
     [[slow]]                   # run by scripts/conformance only
     reason = "..."
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tests.conformance.runner import Outcome
+from tests.conformance.runner import CASE_TIMEOUT_SECS, SLOW_CASE_TIMEOUT_SECS, Outcome
 from tests.conformance.suites import Suite
 
 
@@ -34,6 +35,7 @@ class Expectation:
     status: str
     reason: str
     error: str = ""
+    secs: float = CASE_TIMEOUT_SECS
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class Expectations:
     def expected(self, test: str) -> Expectation:
         """What the test should come to."""
         return self.listed.get(test, Expectation("passes", ""))
+
+    def limit_secs(self, test: str) -> float:
+        """How long it may take."""
+        return SLOW_CASE_TIMEOUT_SECS if test in self.slow else self.expected(test).secs
 
     def surprise(self, test: str, outcome: Outcome) -> str | None:
         """What is wrong with the list, or with weft, if the test came to this; None if it was to be so."""
@@ -81,7 +87,8 @@ def parse_expectations(text: str) -> Expectations:
         for entry in content.get(status, []):
             if not entry["reason"] or not entry["tests"] or (status == "fails" and not entry["error"]):
                 raise ValueError(f"[[{status}]] has an entry without reason, error or tests: {entry}")
-            expectation = Expectation(status, entry["reason"], entry.get("error", ""))
+            secs = float(entry.get("secs", CASE_TIMEOUT_SECS))
+            expectation = Expectation(status, entry["reason"], entry.get("error", ""), secs)
             listed |= dict.fromkeys(entry["tests"], expectation)
             seen.update(entry["tests"])
     for entry in content.get("slow", []):

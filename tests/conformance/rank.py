@@ -27,12 +27,12 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _prepared_for: list[str] = []
 
 
-def run_case(suite: Suite, target: str, tests: ShippedTests, test: str, folder: str) -> str | None:
+def run_case(suite: Suite, target: str, tests: ShippedTests, test: str, folder: str, run: int) -> str | None:
     """Run a test on this rank. Returns why it was skipped, if it was; raises what it raises."""
     prepare_process(suite, target, folder)
     case = load_class(suite, tests)(test)
     case.rank = dist.get_rank()
-    case.file_name = os.path.join(folder, f"{test}.store")
+    case.file_name = os.path.join(folder, f"{run}.store")
     torch.manual_seed(1234)
     body = getattr(case, test)
     with restored_process(), nullcontext() if suite.has_group else outside_of_groups():
@@ -45,8 +45,9 @@ def run_case(suite: Suite, target: str, tests: ShippedTests, test: str, folder: 
         except unittest.SkipTest as skip:
             return str(skip)
         except SystemExit as stop:
-            # torch's decorators leave a rank this way; the code says which of them it was.
-            return {skip.exit_code: skip.message for skip in _skips().values()}[stop.code]
+            if stop.code != 0:
+                # torch's decorators leave a rank this way; the code says which of them it was.
+                return {skip.exit_code: skip.message for skip in _skips().values()}[stop.code]
     return None
 
 
@@ -132,6 +133,8 @@ def outside_of_groups() -> Generator[None]:
     dist.destroy_process_group()
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
+    # Some tests call a rank as soon as they have a group themselves, and count on that one's having it too.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     try:
         yield
     finally:

@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 from tests.conformance.suites import Suite
 
+# Where torch's modules have the compiled half of their names from.
+COMPILED = ("torch._C._distributed_autograd", "torch._C._distributed_rpc")
+
 
 class TorchEngineUsed(RuntimeError):
     """Something reached for what weft writes itself."""
@@ -51,7 +54,7 @@ def swap_module(torch_module: types.ModuleType, weft_module: types.ModuleType) -
         home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", "")
         if isinstance(value, types.ModuleType) and home.startswith(f"{package}."):
             setattr(weft_module, name, value)
-        elif home and home.startswith((package, "torch._C._distributed_rpc")):
+        elif home and home.startswith((package, *COMPILED)):
             setattr(weft_module, name, stub(f"{package}:{name}"))
     parent, _, name = package.rpartition(".")
     setattr(sys.modules[parent], name, weft_module)

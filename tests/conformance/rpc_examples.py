@@ -68,8 +68,3 @@ class Examples:
     @skip_if_lt_x_gpu(64)
     def test_needs_gpus(self) -> None:
         raise AssertionError("no machine has so many")
-
-
-def call_here(to: object, function, args=(), kwargs=None, timeout: float = -1.0):  # type: ignore[no-untyped-def]
-    """An rpc_sync that never leaves the caller."""
-    return function(*args, **(kwargs or {}))

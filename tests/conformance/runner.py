@@ -47,17 +47,19 @@ class Runner:
         self._target = target
         self._folder = tempfile.mkdtemp(prefix="conformance-")
         self._pools: dict[int, RankPool] = {}
+        self._num_runs = 0
 
     def run(self, case: Case, timeout_secs: float = CASE_TIMEOUT_SECS) -> Outcome:
         """Run one case on as many ranks as it needs, if there are the GPUs that it needs."""
         if case.num_gpus > torch.cuda.device_count():
             return Outcome("unable", error=f"GPUs needed: {case.num_gpus}")
         pool = self._pool(case.num_ranks)
+        self._num_runs += 1
         start = time.monotonic()
         try:
             results = pool.run(
                 run_case,
-                args=(self._suite, self._target, case.tests, case.name, self._folder),
+                args=(self._suite, self._target, case.tests, case.test, self._folder, self._num_runs),
                 backend=self._suite.backend,
                 timeout=timeout_secs,
                 collective_timeout=COLLECTIVE_TIMEOUT_SECS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,17 +26,26 @@ class Case:
 
     suite: Suite
     tests: ShippedTests
-    name: str
+    test: str
     num_ranks: int
     num_gpus: int = 0
     """Without as many it can't be run."""
+    is_namesake: bool = False
+    """Whether an earlier class of the suite has a test of this name too."""
+
+    @property
+    def name(self) -> str:
+        """What lists and tables call it: no two cases of a suite have one name."""
+        return f"{self.tests.name}.{self.test}" if self.is_namesake else self.test
 
 
 @cache
 def list_cases(suite: Suite) -> list[Case]:
-    """The tests that concern the suite, in the order of the files. No two have one name."""
-    cases = [case for tests in suite.classes for case in _cases_of_class(suite, tests)]
-    assert len({case.name for case in cases}) == len(cases), f"two tests of {suite.name} have one name"
+    """The tests that concern the suite, in the order of the files."""
+    cases: list[Case] = []
+    for tests in suite.classes:
+        taken = {case.test for case in cases}
+        cases += [replace(case, is_namesake=case.test in taken) for case in _cases_of_class(suite, tests)]
     return cases
 
 
@@ -49,12 +58,13 @@ def _cases_of_class(suite: Suite, tests: ShippedTests) -> list[Case]:
         used = {function.name: names_in(function) for function in _functions(body)}
         used |= {node.name: names_in(node) for node in tree.body if isinstance(node, _DEFINITIONS)}
         functions = [function for function in functions if reach(function.name, used) & replaced]
-    return [_case(suite, tests, function) for function in functions]
+    numbers = find_numbers(tree)
+    return [_case(suite, tests, function, numbers) for function in functions]
 
 
-def _case(suite: Suite, tests: ShippedTests, function: ast.FunctionDef) -> Case:
-    num_ranks = max([tests.num_ranks, *asked_numbers(function, RANK_DECORATORS)])
-    num_gpus = max([0, *asked_numbers(function, GPU_DECORATORS)])
+def _case(suite: Suite, tests: ShippedTests, function: ast.FunctionDef, numbers: dict[str, int]) -> Case:
+    num_ranks = max([tests.num_ranks, *asked_numbers(function, RANK_DECORATORS, numbers)])
+    num_gpus = max([0, *asked_numbers(function, GPU_DECORATORS, numbers)])
     if suite.is_moved:  # a GPU is a rank on the CPU
         return Case(suite, tests, function.name, max(num_ranks, num_gpus))
     return Case(suite, tests, function.name, num_ranks, num_gpus)
@@ -125,13 +135,26 @@ def reach(start: str, used: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def asked_numbers(function: ast.FunctionDef, decorators: set[str]) -> Iterable[int]:
-    """The numbers that a test's decorators of these names ask for."""
+def find_numbers(tree: ast.Module) -> dict[str, int]:
+    """The module's constants that are numbers."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, int)
+    }
+
+
+def asked_numbers(function: ast.FunctionDef, decorators: set[str], numbers: dict[str, int]) -> Iterable[int]:
+    """The numbers that a test's decorators of these names ask for, written out or by a constant's name."""
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and decorator_name(decorator) in decorators:
             for argument in decorator.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
                     yield argument.value
+                elif isinstance(argument, ast.Name) and argument.id in numbers:
+                    yield numbers[argument.id]
 
 
 def decorator_name(decorator: ast.expr) -> str:

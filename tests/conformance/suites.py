@@ -7,7 +7,7 @@ name (`ddp.toml`). Running one is runner.py's work. A feature adds a suite here 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -137,9 +137,10 @@ RPC = Suite(
         "torch.nn.parallel:DistributedDataParallel": "weft:DistributedDataParallel",
         "torch.distributed.nn:RemoteModule": "weft:RemoteModule",
         f"{_REMOTE_MODULE}:RemoteModule": "weft:RemoteModule",
+        "torch.distributed.optim:DistributedOptimizer": "weft:DistributedOptimizer",
     },
-    modules={"torch.distributed.autograd": "weft.dist_autograd"},
     swapped={
+        "torch.distributed.autograd": "weft.dist_autograd",
         "torch.distributed.rpc": "weft.rpc",
         "torch.distributed.rpc.api": "weft.rpc.api",
         "torch.distributed.rpc.backend_registry": "weft.rpc.backend_registry",
@@ -156,10 +157,36 @@ RPC = Suite(
         "torch.distributed.rpc.api:_invoke_remote_python_udf",
         "torch.distributed.rpc.internal:_build_rpc_profiling_key",
         f"{_REMOTE_MODULE}:_RemoteModule.__init__",
+        "torch._C._distributed_autograd:_init",
+        "torch._C._distributed_autograd:_new_context",
+        "torch._C._distributed_autograd:backward",
+        "torch.distributed.autograd:_init",
+        "torch.distributed.autograd:_new_context",
+        "torch.distributed.autograd:backward",
+        "torch.distributed.optim.optimizer:DistributedOptimizer.__init__",
     ),
     has_group=False,
     is_moved=False,
     takes_all=True,
 )
 
-SUITES = {suite.name: suite for suite in (DDP, RPC)}
+_AUTOGRAD_TESTS = f"{_RPC_TESTS}.dist_autograd_test"
+_DDP_RPC_TESTS = f"{_TESTS}.distributed.ddp_under_dist_autograd_test"
+
+DIST_AUTOGRAD = replace(
+    RPC,
+    name="dist_autograd",
+    classes=(
+        ShippedTests(_AUTOGRAD_TESTS, "DistAutogradTest", _WORKER, 4),
+        ShippedTests(_AUTOGRAD_TESTS, "TensorPipeAgentDistAutogradTest", _WORKER, 4),
+        ShippedTests(_AUTOGRAD_TESTS, "FaultyAgentDistAutogradTest", _FAULTY_WORKER, 4),
+        ShippedTests(_AUTOGRAD_TESTS, "CudaDistAutogradTest", _WORKER, 4),
+        ShippedTests(_AUTOGRAD_TESTS, "TensorPipeCudaDistAutogradTest", _WORKER, 4),
+        ShippedTests(f"{_RPC_TESTS}.dist_optimizer_test", "DistOptimizerTest", _WORKER, 4),
+        ShippedTests(_DDP_RPC_TESTS, "DdpUnderDistAutogradTest", _WORKER, 6),
+        ShippedTests(_DDP_RPC_TESTS, "DdpComparisonTest", _WORKER, 4),
+        ShippedTests(_DDP_RPC_TESTS, "CudaDdpComparisonTest", _WORKER, 4),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (DDP, RPC, DIST_AUTOGRAD)}

@@ -33,17 +33,19 @@ def runners() -> Iterator[dict[str, Runner]]:
 
 @pytest.mark.parametrize("case", quick_cases(), ids=lambda case: f"{case.suite.name}-{case.name}")
 def test_case(case: Case, runners: dict[str, Runner]) -> None:
-    outcome = runners[case.suite.name].run(case)
+    expectations = read_expectations(case.suite)
+    outcome = runners[case.suite.name].run(case, expectations.limit_secs(case.name))
     if outcome.status == "unable":
         pytest.skip(outcome.error)
-    surprise = read_expectations(case.suite).surprise(case.name, outcome)
+    surprise = expectations.surprise(case.name, outcome)
     assert surprise is None, f"{surprise}\n{outcome.report}"
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_every_listed_test_exists(suite: Suite, runners: dict[str, Runner]) -> None:
-    known = {case.name for case in list_cases(suite)}
+    cases = list_cases(suite)
     expectations = read_expectations(suite)
+    known = {case.name for case in cases}
     assert sorted({*expectations.listed, *expectations.slow} - known) == []
     # What was found by reading the file is there when it is run, so that no test is missed.
-    assert sorted(known - set(runners[suite.name].list_tests())) == []
+    assert sorted({case.test for case in cases} - set(runners[suite.name].list_tests())) == []

@@ -12,7 +12,7 @@ from tests.conformance.expectations import Expectations, parse_expectations
 from tests.conformance.moved import FAKE_CUDA, MOVE, move_to_cpu
 from tests.conformance.runner import Outcome, Runner
 from tests.conformance.source import Case, list_cases
-from tests.conformance.suites import DDP, RPC, ShippedTests, Suite
+from tests.conformance.suites import DDP, DIST_AUTOGRAD, RPC, ShippedTests, Suite
 
 EXAMPLES = replace(
     DDP,
@@ -30,9 +30,25 @@ RPC_EXAMPLES = replace(
         ),
     ),
 )
+_AUTOGRAD_EXAMPLES = "tests.conformance.autograd_examples"
+AUTOGRAD_EXAMPLES = replace(
+    DIST_AUTOGRAD,
+    name="autograd_examples",
+    classes=(
+        ShippedTests(_AUTOGRAD_EXAMPLES, "Examples", (f"{_AUTOGRAD_EXAMPLES}:Fixture",)),
+        ShippedTests(_AUTOGRAD_EXAMPLES, "MoreExamples", (f"{_AUTOGRAD_EXAMPLES}:Fixture",)),
+    ),
+)
 # An RPC that stays at home: what such an implementation passes proves nothing.
 AT_HOME = replace(
-    RPC_EXAMPLES, names={**RPC.names, "weft.rpc:rpc_sync": "tests.conformance.rpc_examples:call_here"}
+    RPC_EXAMPLES, names={**RPC.names, "weft.rpc:rpc_sync": "tests.conformance.at_home:call_here"}
+)
+BACKWARD_AT_HOME = replace(
+    AUTOGRAD_EXAMPLES,
+    names={
+        **DIST_AUTOGRAD.names,
+        "weft.dist_autograd:backward": "tests.conformance.at_home:backward_here",
+    },
 )
 
 
@@ -131,7 +147,48 @@ def test_a_call_that_never_leaves_the_caller_is_caught() -> None:
     with Runner(AT_HOME) as runner:
         outcome = runner.run(example("test_calls_leave_the_caller", AT_HOME))
     assert outcome.status == "fails"
-    assert "AssertionError" in outcome.error
+    assert "in test_calls_leave_the_caller" in outcome.report
+    assert outcome.error.endswith("raised AssertionError")
+
+
+@pytest.fixture(scope="module")
+def autograd_runner() -> Iterator[Runner]:
+    with Runner(AUTOGRAD_EXAMPLES) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["test_names_are_replaced", "test_gradients_come_from_the_other_rank", "test_leaves_by_an_exit_code"],
+)
+def test_an_autograd_example_passes(name: str, autograd_runner: Runner) -> None:
+    outcome = autograd_runner.run(example(name, AUTOGRAD_EXAMPLES))
+    assert outcome.status == "passes", outcome.report
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error"),
+    [
+        ("test_takes_torchs_engine", "fails", "TorchEngineUsed: torch._C._distributed_autograd:_new_context"),
+        ("test_takes_torchs_optimizer", "fails", "TorchEngineUsed: torch.distributed.optim.optimizer"),
+        ("MoreExamples.test_names_are_replaced", "fails", "the other one of this name passes"),
+        ("test_needs_gpus", "unable", "GPUs needed: 64"),
+    ],
+)
+def test_an_autograd_example_does_not_pass(
+    name: str, status: str, error: str, autograd_runner: Runner
+) -> None:
+    outcome = autograd_runner.run(example(name, AUTOGRAD_EXAMPLES))
+    assert outcome.status == status, outcome.report
+    assert error in outcome.error
+
+
+def test_a_backward_that_never_leaves_the_caller_is_caught() -> None:
+    with Runner(BACKWARD_AT_HOME) as runner:
+        outcome = runner.run(example("test_gradients_come_from_the_other_rank", BACKWARD_AT_HOME))
+    assert outcome.status == "fails"
+    assert "in backward_here" in outcome.report
+    assert "dist_autograd.backward" in outcome.error
 
 
 @pytest.mark.parametrize(
@@ -166,6 +223,14 @@ def listed() -> Expectations:
         reason = "private"
         error = "no attribute"
         tests = ["test_a"]
+        [[fails]]
+        reason = "waits for what never comes"
+        error = "hangs"
+        tests = ["test_d"]
+        secs = 5
+        [[slow]]
+        reason = "sleeps"
+        tests = ["test_e"]
         [[skipped]]
         reason = "not here"
         tests = ["test_b"]
@@ -197,6 +262,11 @@ def test_what_is_listed_is_no_surprise(test: str, outcome: Outcome) -> None:
 )
 def test_anything_else_is_a_surprise(test: str, outcome: Outcome) -> None:
     assert test in (listed().surprise(test, outcome) or "")
+
+
+def test_a_list_says_how_long_a_test_may_take() -> None:
+    found = listed()
+    assert [found.limit_secs(test) for test in ("test_a", "test_c", "test_d", "test_e")] == [60, 60, 5, 1800]
 
 
 @pytest.mark.parametrize(

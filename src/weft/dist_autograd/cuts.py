@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from weft.autograd import run_last
+from weft.autograd import accumulation_node, run_last
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -26,6 +26,7 @@ from weft.rpc.tensors import Route
 # Makes outputs need gradients; gets none itself. On the CPU, whatever the default device: its node and those
 # of tokens run on the thread that called backward.
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
+_anchor_node = accumulation_node(_anchor)  # held, so that it is not made again by several threads at once
 _one = torch.ones((), device="cpu")
 
 
@@ -89,8 +90,14 @@ class RecvCut:
 
 def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A token for tensors that are sent. It holds their graph as it is now."""
+    # A leaf's node is made under a lock of the leaf's, and for that torch may need the interpreter's. A
+    # Function holds the latter when it asks for the node: where another thread makes it just then, both would
+    # wait for ever. So the nodes are made before, by an operation, and held.
+    nodes = [accumulation_node(tensor) for tensor in tensors if tensor.is_leaf]
     with torch.enable_grad():
-        return cast(torch.Tensor, _Send.apply(number, *tensors))
+        token = cast(torch.Tensor, _Send.apply(number, *tensors))
+    del nodes
+    return token
 
 
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:

@@ -141,7 +141,7 @@ class Agent:
     def use_ring(self, peer: Peer) -> None:
         """Go on through shared memory: the peer has opened the ring that this worker offered."""
         neighbours = [other for other in list(self.peers.values()) if other.calling.is_same_host]
-        # Workers that are threads of one process have one interpreter between them: who spins stops the others.
+        # Workers that are threads of one process share an interpreter: who spins stops the others.
         are_processes = len({other.card.bell[0] for other in neighbours}) == len(neighbours)
         has_cores = len(neighbours) <= len(os.sched_getaffinity(0))
         self.pool.spin_secs = _SPIN_SECS if are_processes and has_cores else 0.0

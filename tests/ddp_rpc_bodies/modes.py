@@ -1,0 +1,133 @@
+"""One scenario, two modes: gradients of loss.backward() and of dist_autograd.backward, to be compared.
+
+A scenario is a function of a trainer and a mode. It wraps a model of its own, makes steps, and returns what
+it saw. Under distributed autograd `.grad` must stay what it was, and every step sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.data_parallel_bodies.twins import WIDTH, assert_same_gradient
+from tests.ddp_rpc_bodies.libraries import dist_autograd
+from tests.ddp_rpc_bodies.running import Trainer
+
+Gradients = dict[str, Any]  # tensors, or None
+
+
+class Step(Protocol):
+    """One step of a model: its gradients begin at nothing and add up."""
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None: ...
+
+    def gradients(self, model: nn.Module) -> Gradients: ...
+
+
+Mode = Callable[[nn.Module], Any]
+Scenario = Callable[[Trainer, Mode], object]
+
+
+class PlainStep:
+    """loss.backward(): gradients are in `.grad`."""
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        loss.backward(retain_graph=retain_graph)
+
+    def gradients(self, model: nn.Module) -> Gradients:
+        return {name: copied(param.grad) for name, param in named_parameters(model)}
+
+
+class ContextStep:
+    """dist_autograd.backward: gradients are in the context."""
+
+    def __init__(self, context_id: int) -> None:
+        self.context_id = context_id
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        dist_autograd.backward(self.context_id, [loss], retain_graph=retain_graph)
+
+    def gradients(self, model: nn.Module) -> Gradients:
+        return context_gradients(self.context_id, model)
+
+
+@contextmanager
+def plain(model: nn.Module) -> Generator[Step]:
+    model.zero_grad(set_to_none=True)
+    yield PlainStep()
+
+
+@contextmanager
+def in_context(model: nn.Module) -> Generator[Step]:
+    with untouched_grad(model), dist_autograd.context() as context_id:
+        yield ContextStep(context_id)
+
+
+@contextmanager
+def untouched_grad(model: nn.Module) -> Generator[None]:
+    """Give some parameters a `.grad`, and the others none; fail if one is another, or other, at the end."""
+    params = [param for _, param in named_parameters(model)]
+    before = [torch.full_like(param, 7.0).detach() if i % 2 == 0 else None for i, param in enumerate(params)]
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad
+    yield
+    for (name, param), grad in zip(named_parameters(model), before, strict=True):
+        assert param.grad is grad, f"{name} has another .grad"
+        assert grad is None or bool((local_of(grad) == 7.0).all()), f"the .grad of {name} was changed"
+
+
+def context_gradients(context_id: int, model: nn.Module) -> Gradients:
+    """What the context has for the model's parameters, by name; None for those it doesn't know."""
+    found = dist_autograd.get_gradients(context_id)
+    return {name: copied(found.get(param)) for name, param in named_parameters(model)}
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """By the bare model's names."""
+    named = model.named_parameters(remove_duplicate=True)
+    return [(name.removeprefix("module."), param) for name, param in named]
+
+
+def copied(grad: Tensor | None) -> Tensor | None:
+    """A copy; of a DTensor, the full tensor, which all trainers must ask for together."""
+    if isinstance(grad, DTensor):
+        return grad.full_tensor().detach().clone()
+    return None if grad is None else grad.detach().clone()
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(scenario: Scenario, trainer: Trainer) -> None:
+    """Run it in both modes; fail if they saw different things."""
+    right = scenario(trainer, plain)
+    assert right, "a scenario that sees nothing shows nothing"
+    assert_same(scenario(trainer, in_context), right, scenario.__name__)
+
+
+def assert_same(seen: Any, right: Any, where: str) -> None:
+    """Tensors may differ by some roundings, all else must be equal."""
+    if isinstance(right, dict):
+        assert list(seen) == list(right), where
+        for key, value in right.items():
+            assert_same(seen[key], value, f"{where}, {key}")
+    elif isinstance(right, list | tuple):
+        assert len(seen) == len(right), f"{where}: {len(seen)} instead of {len(right)}"
+        for i, (one, other) in enumerate(zip(seen, right, strict=True)):
+            assert_same(one, other, f"{where}[{i}]")
+    elif right is None or isinstance(right, Tensor):
+        assert_same_gradient(seen, right, where)
+    else:
+        assert seen == right, where
+
+
+def rows_of(rank: int, step: int = 0, num_rows: int = 3) -> Tensor:
+    """The rows that a trainer has in a step, the same wherever they are made."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64)
