@@ -28,7 +28,7 @@ from weft.rpc.clock import Clock
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination, Directory
 from weft.rpc.gathering import Gatherings
-from weft.rpc.later import Later
+from weft.rpc.later import SOME_TIME_SECS, SOON_SECS, Later
 from weft.rpc.links import Links
 from weft.rpc.notices import write_notice
 from weft.rpc.options import AgentOptions
@@ -170,14 +170,14 @@ class Agent:
 
     def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
         """Answer a call that nobody waits for just now: with the next message to that peer, or soon."""
-        self._later.add(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body))
+        self._later.add(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body), SOON_SECS)
 
     def tell_later(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker something with the next message to it, or soon."""
         peer = self.peers.get(worker_id)
         if peer is not None and peer.lost is None and not self.is_ended:
             body = write_notice(notice)
-            self._later.add(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body))
+            self._later.add(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body), SOME_TIME_SECS)
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker's book something; nothing is done when that worker is gone."""

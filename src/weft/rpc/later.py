@@ -14,7 +14,8 @@ from weft.rpc.links import Links
 from weft.rpc.peers import Peer
 from weft.rpc.wire import Message, encode_message
 
-_SOON_SECS = 0.001
+SOON_SECS = 0.001
+SOME_TIME_SECS = 0.02
 
 
 class Later:
@@ -25,11 +26,11 @@ class Later:
         self._note = note
         self._peers: set[Peer] = set()
 
-    def add(self, peer: Peer, message: Message) -> None:
-        """Send a message with the next one to that peer, or soon."""
+    def add(self, peer: Peer, message: Message, secs: float) -> None:
+        """Send a message with the next one to that peer, or after so many seconds."""
         peer.deferred.append(encode_message(message))
         self._peers.add(peer)
-        self._note(time.monotonic() + _SOON_SECS)
+        self._note(time.monotonic() + secs)
 
     def send(self, peer: Peer, *, is_quiet: bool) -> None:
         """Send what there is for a peer; quietly, where the next message wakes it anyway."""
