@@ -93,7 +93,8 @@ def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # A leaf's node is made under a lock of the leaf's, and for that torch may need the interpreter's. A
     # Function holds the latter when it asks for the node: where another thread makes it just then, both would
     # wait for ever. So the nodes are made before, by an operation, and held.
-    nodes = [accumulation_node(tensor) for tensor in tensors if tensor.is_leaf]
+    leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided]
+    nodes = [accumulation_node(leaf) for leaf in leaves]  # a view makes it; sparse ones have none
     with torch.enable_grad():
         token = cast(torch.Tensor, _Send.apply(number, *tensors))
     del nodes
