@@ -117,6 +117,9 @@ class ThreadRun:
         self._changed = threading.Condition()
         self._results: dict[int, object] = {}
         self._failures: dict[int, RankFailure] = {}
+        # Whoever drops a group last waits for the group's threads, and must be none of them: a callback that
+        # they run may hold it. So it is held here until all ranks have ended.
+        self._ended_groups: list[object] = []
         self._done: set[int] = set()
 
     def run(self, timeout_secs: float | None, grace_secs: float) -> list[object]:
@@ -148,6 +151,7 @@ class ThreadRun:
                     self._changed.notify_all()
                     self._changed.wait_for(self._all_ended, _LINGER_SECS)
                 end_worker()
+                self._ended_groups += self._worlds[rank].pg_map
                 destroy_groups()
             except BaseException as exception:
                 self._fail(rank, exception)
