@@ -25,7 +25,7 @@ from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
 from weft.errors import StateError
 from weft.fsdp.param import is_whole
-from weft.tensors import holder_count, use_count
+from weft.tensors import dense_strides, holder_count, use_count
 
 _lock = threading.Lock()
 _leaves: dict[int, _Leaf] = {}
@@ -241,13 +241,10 @@ def _is_fit_to_keep(grad: torch.Tensor, variable: torch.Tensor) -> bool:
 def _copy_like(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
     """A copy that lies as the leaf does, where that is possible."""
     is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
-    if is_plain and variable.layout is torch.strided and _is_dense(variable):
-        return grad.new_empty_strided(variable.shape, variable.stride()).copy_(grad)
+    if is_plain and variable.layout is torch.strided:
+        strides = dense_strides(variable.shape, variable.stride())
+        return grad.new_empty_strided(variable.shape, strides).copy_(grad)
     return grad.clone()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 @cache

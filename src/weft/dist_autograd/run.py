@@ -78,12 +78,7 @@ class Run:
         self._deliveries: set[_Delivery] = set()  # without an answer
         self._answers: deque[tuple[_Delivery, Answer]] = deque()
         self._waiter: SyncCall | None = None
-        self._has_begun = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether somebody executes it."""
-        return self._has_begun
+        self.has_begun = False  # somebody executes it
 
     # What nodes of the graph ask for
 
@@ -111,7 +106,7 @@ class Run:
         """Gradients have come; whether they are the first, so that this part is to be executed."""
         with self._lock:
             self._arrived.update(batch)
-            is_first, self._has_begun = not self._has_begun, True
+            is_first, self.has_begun = not self.has_begun, True
             self._wake()
             return is_first
 

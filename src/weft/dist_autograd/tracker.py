@@ -90,20 +90,18 @@ class GraphTracker:
 
     # The end of contexts
 
-    def end(self, context_id: int) -> None:
-        """End a context, here and wherever it went."""
+    def end(self, context_id: int, but: int = -1) -> DistAutogradContext | None:
+        """End a context, here and wherever it went, `but` on one worker; what there was of it here."""
         context = self.contexts.end(context_id)
         if context is not None:
             self._fail_runs(context)
-            for peer_id in context.called - {self._agent.info.id}:
+            for peer_id in context.called - {but, self._agent.info.id}:
                 self._agent.tell_later(peer_id, (_ENDED, context_id))
+        return context
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
-        context = self.contexts.end(context_id)
+        context = self.end(context_id, but=sender_id)
         if context is not None:
-            self._fail_runs(context)
-            for peer_id in context.called - {sender_id, self._agent.info.id}:
-                self._agent.tell_later(peer_id, (_ENDED, context_id))
             self._agent.let_go([context])
 
     def _fail_runs(self, context: DistAutogradContext) -> None:
@@ -243,9 +241,16 @@ class GraphTracker:
             if run is None and number in context.ended_runs:
                 return
             context.ended_runs[number] = True
-        if run is None or run.fail(worker_id, failure):
+        if run is None:
             self._spread(context, number, worker_id, failure, but=sender_id)
-        if run is not None and not run.has_begun:
+        else:
+            self._fail_open(run, worker_id, failure, but=sender_id)
+
+    def _fail_open(self, run: Run, worker_id: int, failure: Failure, but: int) -> None:
+        """End a part that this worker does not execute on this thread, and tell the others."""
+        if run.fail(worker_id, failure):
+            self._spread(run.context, run.number, worker_id, failure, but)
+        if not run.has_begun:
             _close_run(run)
 
     def on_lost(self, peer_id: int) -> None:
@@ -255,10 +260,7 @@ class GraphTracker:
                 for run in list(context.runs.values()):
                     error = self._agent.peers[peer_id].lost_error("its part of a backward")
                     failure = describe_failure(error, self._agent.info)
-                    if run.fail(self._agent.info.id, failure):
-                        self._spread(context, run.number, self._agent.info.id, failure, but=peer_id)
-                    if not run.has_begun:
-                        _close_run(run)
+                    self._fail_open(run, self._agent.info.id, failure, but=peer_id)
             creator_id = context.id >> 48
             if creator_id == peer_id:
                 self._on_ended(peer_id, context.id)

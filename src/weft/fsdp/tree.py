@@ -19,6 +19,7 @@ from weft.autograd import announce_gradients, current_backward, on_backward_end
 from weft.errors import ConfigError, StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.group import ParamGroup, Shown
+from weft.fsdp.param import ShardedParam
 from weft.fsdp.reductions import Reductions
 from weft.fsdp.told import Told, bits_of, combine
 from weft.fsdp.uneven_steps import UnevenSteps
@@ -144,8 +145,7 @@ class Tree:
         if current_backward() is None:
             raise StateError("fully_shard: a hook of backward ran outside of one.")
         self.is_in_backward = True
-        params = [param for group in self._groups for param in group.params]
-        announce_gradients([param.sharded for param in params], unsynced=self)
+        announce_gradients([param.sharded for param in self._params()], unsynced=self)
         self._begin_phases("backward")
         alive = _Alive(self.end_backward)
         self._end_callback = weakref.ref(alive)
@@ -153,11 +153,13 @@ class Tree:
 
     def exchange_unsynced(self, kept: list[Any] | None) -> list[Any]:
         """Keep other gradients that are not reduced yet in place of those so far, which are returned."""
-        params = [param for group in self._groups for param in group.params]
         return [
             param.exchange_unsynced((None, None) if kept is None else kept[place])
-            for place, param in enumerate(params)
+            for place, param in enumerate(self._params())
         ]
+
+    def _params(self) -> list[ShardedParam]:
+        return [param for group in self._groups for param in group.params]
 
     def _is_backward_alive(self) -> bool:
         return self._end_callback is not None and self._end_callback() is not None

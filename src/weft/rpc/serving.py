@@ -109,12 +109,9 @@ class Server:
             agent.links.read_ring(sender_id)
         elif name == "fetch":
             sender = self._find_sender(message)
-            rref_id, context_id = arguments
-            return (
-                None
-                if sender is None
-                else self._accept_fetch(message, sender, GlobalId(*rref_id), context_id)
-            )
+            if sender is not None:
+                rref_id, context_id = arguments
+                return self._accept_fetch(message, sender, GlobalId(*rref_id), context_id)
         elif name == "bye":
             (failure,) = arguments
             why = "it has shut down (rpc.shutdown)" if failure is None else str(failure)
