@@ -39,6 +39,7 @@ class Listener:
         self._params = params
         self._handles: dict[int, RemovableHandle] = {}
         self._callers: Collection[int] = ()
+        self._in_graph: Callable[[torch.Tensor, int], None] | None = None
         self.arrived.look = weakref.WeakMethod(look)
         if settle is not None:
             self.arrived.settle = weakref.WeakMethod(settle)
@@ -50,6 +51,18 @@ class Listener:
     def is_on(self) -> bool:
         """Whether it hears anything."""
         return bool(self._handles)
+
+    def listen_in_graphs(self, in_graph: Callable[[torch.Tensor, int], None]) -> None:
+        """From now on, call this with the parameter and its index where compiled autograd traces a backward.
+
+        These hooks stand before the user's, which are traced as well and shall see the mean.
+        """
+        if self._in_graph is not None:
+            return
+        self._in_graph = in_graph
+        callers, self._callers = self._callers, ()
+        self.stop()
+        self.listen(callers)
 
     def listen(self, callers: Collection[int]) -> None:
         """Write all arrivals down; call back when one of these parameters, by index, has come."""
@@ -66,7 +79,11 @@ class Listener:
                 hook = self._arrive_placed if is_caller else self._note_placed
             else:
                 hook = self._arrive if is_caller else self.arrived.append
-            self._handles[index] = param.register_post_accumulate_grad_hook(hook)
+            if self._in_graph is not None:
+                hook = _make_traceable(index, self._in_graph, hook)
+            self._handles[index] = handle = param.register_post_accumulate_grad_hook(hook)
+            if self._in_graph is not None:
+                param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """Hear of nothing any more."""
@@ -92,6 +109,21 @@ def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
             look()
 
     arrive._weft_arrivals = arrived  # type: ignore[attr-defined]
+    return arrive
+
+
+def _make_traceable(
+    index: int, in_graph: Callable[[torch.Tensor, int], None], then: Callable[[torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    """For compiled autograd: do what a graph can do while a backward is traced, and the usual otherwise."""
+
+    def arrive(param: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            in_graph(param, index)
+        else:
+            then(param)
+
+    arrive._weft_arrivals = arrivals_of(then)  # type: ignore[attr-defined]
     return arrive
 
 

@@ -24,10 +24,17 @@ class BucketSet:
     """The buckets for parameters whose gradients come in this order. It never changes; its buffers do."""
 
     def __init__(
-        self, members: Sequence[Member], order: Sequence[int], caps: BucketCaps, *, keeps_buffers: bool
+        self,
+        members: Sequence[Member],
+        order: Sequence[int],
+        caps: BucketCaps,
+        *,
+        keeps_buffers: bool,
+        is_greedy: bool = False,
     ) -> None:
         self.order = list(order)
-        self.plan: tuple[BucketPlan, ...] = plan_buckets([member.spec for member in members], order, caps)
+        specs = [member.spec for member in members]
+        self.plan: tuple[BucketPlan, ...] = plan_buckets(specs, order, caps, is_greedy=is_greedy)
         self.buckets: list[Bucket] = []
         self.bucket_of = [0] * len(members)  # by parameter
         self.ids = [frozenset(id(members[index].param) for index in plan.params) for plan in self.plan]

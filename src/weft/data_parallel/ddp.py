@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm_hooks.bucket import GradHook
+from weft.compiler import is_tracing
 from weft.data_parallel import logging_data
 from weft.data_parallel.arguments import (
     resolve_buffer_sync,
@@ -130,7 +131,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             cast = functools.partial(cast_floating, dtype=self.mixed_precision.param_dtype)
             args, kwargs = map_tensors(cast, (args, kwargs))
             running = vars(self)["_precision_exchange"].running()
-        with self._inside_forward(), running:
+        with nullcontext() if is_tracing() else self._inside_forward(), running:
             output = self.module(*args, **kwargs)
         return self._replica.after_forward(output)
 

@@ -109,14 +109,15 @@ def _in_bytes(cap_mb: float) -> int:
 
 
 def plan_buckets(
-    specs: Sequence[ParamSpec], order: Sequence[int], caps: BucketCaps
+    specs: Sequence[ParamSpec], order: Sequence[int], caps: BucketCaps, *, is_greedy: bool = False
 ) -> tuple[BucketPlan, ...]:
     """Fill buckets up to the caps in this order: one dtype and device each, sparse ones alone.
 
     Parameters of several dtypes fill several buckets side by side. A bucket is closed before it
     would exceed its cap, unless it is not half full: a call for little is dear. It is closed as well
     behind a parameter of more than half its cap: waiting for small ones would keep the memory of a
-    large gradient, and its reduction, for little.
+    large gradient, and its reduction, for little. `is_greedy` fills each bucket until its cap is reached:
+    in a compiled graph buckets cost no memory of their own.
     """
     if sorted(order) != list(range(len(specs))):
         raise ConfigError(
@@ -133,18 +134,31 @@ def plan_buckets(
         key = (spec.dtype, spec.device, spec.is_delayed)
         bucket = open_.setdefault(key, _OpenBucket())
         cap = caps.of(len(closed))
-        if 2 * bucket.num_bytes >= cap < bucket.num_bytes + spec.num_bytes and bucket.params:
+        is_full = 2 * bucket.num_bytes >= cap < bucket.num_bytes + spec.num_bytes
+        if is_full and bucket.params and not is_greedy:
             closed.append(bucket.params)
             bucket = open_[key] = _OpenBucket()
             cap = caps.of(len(closed))
         bucket.params.append(index)
         bucket.num_bytes += spec.num_bytes
-        if bucket.num_bytes >= cap or 2 * spec.num_bytes > cap:
+        if bucket.num_bytes >= cap or (2 * spec.num_bytes > cap and not is_greedy):
             closed.append(open_.pop(key).params)
     closed += [bucket.params for bucket in open_.values()]
     # The last gradient of a bucket is the one that lets it go.
     closed.sort(key=lambda params: max((specs[index].is_delayed, place[index]) for index in params))
     return tuple(_lay_out(specs, params) for params in closed)
+
+
+def follows(plan: Sequence[BucketPlan], order: Sequence[int]) -> bool:
+    """Whether buckets fill about as early as they can when gradients come in this order."""
+    place = {index: at for at, index in enumerate(order)}
+    slack = max(4, len(order) // 20)
+    num_before = 0
+    for bucket in plan:
+        num_before += len(bucket.params)
+        if max(place[index] for index in bucket.params) >= num_before + slack:
+            return False
+    return True
 
 
 def _lay_out(specs: Sequence[ParamSpec], params: list[int]) -> BucketPlan:

@@ -29,7 +29,7 @@ from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_us
 from weft.data_parallel.buckets import Reduction
 from weft.data_parallel.members import Member, settle
 from weft.data_parallel.parameter_nodes import ParameterNodes
-from weft.data_parallel.plan import BucketCaps
+from weft.data_parallel.plan import BucketCaps, follows
 from weft.data_parallel.refusals import (
     came_after_failure,
     came_twice,
@@ -37,7 +37,7 @@ from weft.data_parallel.refusals import (
     is_shared,
     unexpected_words,
 )
-from weft.data_parallel.step import Step, one_at_a_time
+from weft.data_parallel.step import Expectation, Step, one_at_a_time
 from weft.data_parallel.times import StepTimes
 from weft.data_parallel.user_hooks import (
     defer_hooks,
@@ -65,6 +65,7 @@ class Reducer:
         self.caps = caps
         self.keeps_buffers = keeps_buffers
         self.looks_for_unused = looks_for_unused
+        self.is_greedy = False  # buckets are filled to their caps
         self.is_static = False
         self.hook: GradHook | None = None
         self.hook_state: Any = None
@@ -74,6 +75,8 @@ class Reducer:
         self.num_begun = 0  # reductions, those that failed included
         self.is_even = True  # every rank takes part with inputs of its own
         self.has_rebuilt = False
+        self.has_left = False  # a compiled graph has left gradients to this reducer
+        self.graph_backward: int | None = None  # the last one in which a graph has reduced
         self.times = StepTimes()
         # Gradients come in about the reverse of the order in which parameters were made.
         self._adopt(list(reversed(range(len(members)))))
@@ -83,8 +86,7 @@ class Reducer:
         self._number = next(numbers_of(group))  # which ranks agree on if they make modules in one order
         self._mutex = threading.RLock()
         self._step: Step | None = None
-        self._wants_sync = True  # at the last forward
-        self._is_expecting = False  # a backward, since a forward was made
+        self.expected = Expectation()
         self._has_warned = False  # of one without a forward
         self._knows_counts = False  # of gradients, which a static graph promises
         self._params = [member.param for member in members]
@@ -108,6 +110,10 @@ class Reducer:
             for param in self._params:  # so that none runs before the first backward is noticed
                 defer_hooks(param, weakref.ref(self))
 
+    def listen_in_graphs(self, in_graph: Callable[[torch.Tensor, int], None]) -> None:
+        """Hear of gradients as well where compiled autograd traces a backward: there this is called."""
+        self._listener.listen_in_graphs(in_graph)
+
     def stop_listening(self) -> None:
         """Hear of no gradient any more."""
         self._listener.stop()
@@ -129,7 +135,15 @@ class Reducer:
         self.listen()
 
     def _adopt(self, order: Sequence[int]) -> None:
-        self.buckets = BucketSet(self.members, order, self.caps, keeps_buffers=self.keeps_buffers)
+        self.buckets = BucketSet(
+            self.members, order, self.caps, keeps_buffers=self.keeps_buffers, is_greedy=self.is_greedy
+        )
+
+    def plan_for_graphs(self, caps: BucketCaps) -> None:
+        """Fill buckets to their caps from now on, as all ranks do whose module is compiled."""
+        if not self.is_greedy or caps != self.caps:
+            self.caps, self.is_greedy = caps, True
+            self._adopt(self.buckets.order)
 
     def renew(self) -> None:
         """Let the next gradients have memory of their own, where it is kept otherwise."""
@@ -139,8 +153,8 @@ class Reducer:
     def expect(self, *, is_synced: bool) -> None:
         """A forward has been made; its backward shall reduce, or not."""
         self.check_whole()
-        self._wants_sync = is_synced
-        self._is_expecting = True
+        self.expected.is_synced = is_synced
+        self.expected.is_open = True
 
     def check_whole(self) -> None:
         """Notice a backward that failed and clear what it left. The next one tells if ranks are in step."""
@@ -152,8 +166,8 @@ class Reducer:
                 bucket.abandon()
         if step is None and self._listener.arrived and current_backward() is None:
             self._listener.arrived.clear()
-            if self._is_expecting:
-                self._is_expecting = False
+            if self.expected.is_open:
+                self.expected.is_open = False
                 self._listener.listen(range(len(self.members)))
                 raise came_unannounced(self._rank())
 
@@ -236,8 +250,12 @@ class Reducer:
         if step is None:
             # Nothing announced this backward: its loss was not made from the forward's outputs.
             # Without a forward either, it is the inner module's own, or another's with this parameter.
-            step = self._open_step(is_synced=self._wants_sync and self._is_expecting)
-            step.is_unexpected = not self._is_expecting
+            is_done = self.graph_backward is not None and self.graph_backward == current_backward()
+            step = self._open_step(
+                is_synced=self.expected.is_synced and self.expected.is_open and (self.has_left or not is_done)
+            )
+            step.is_unexpected = not self.expected.is_open
+            step.is_done_in_graph = is_done and not self.has_left
         if step.is_synced:
             step.streams.note(self._listener.arrived[-1])
             self._launch_full(step)
@@ -247,7 +265,7 @@ class Reducer:
     def _settle(self, param: torch.Tensor) -> None:
         """A DTensor's gradient has come in other placements than the parameter's: settle it if it is sent."""
         step = self._step
-        if (self._wants_sync and self._is_expecting) if step is None else step.is_reducing():
+        if (self.expected.is_synced and self.expected.is_open) if step is None else step.is_reducing():
             settle(self._placed, [param])
 
     def _launch_full(self, step: Step) -> None:
@@ -297,16 +315,20 @@ class Reducer:
     def _launch(self, step: Step, *, has_all: bool = False) -> None:
         if step.reduction is None:
             self.times.communication_begins()
-            divisor = self.find_divisor()
-            step.reduction = Reduction(
-                self.group, divisor, self.num_begun, self._number, self.hook, self.hook_state, self.is_even
-            )
+            step.reduction = self.make_reduction()
         bucket = self.buckets.buckets[step.num_launched]
         used = None if has_all else [self._is_used[index] for index in bucket.plan.params]
         with step.streams.joined(bucket.plan.device):
             bucket.collect(step.reduction, used, step.held[step.num_launched])
         step.num_launched += 1
         bucket.launch(step.reduction)
+
+    def make_reduction(self) -> Reduction:
+        """How gradients are reduced now."""
+        divisor = self.find_divisor()
+        return Reduction(
+            self.group, divisor, self.num_begun, self._number, self.hook, self.hook_state, self.is_even
+        )
 
     # Backward ends
 
@@ -327,12 +349,16 @@ class Reducer:
             self.num_begun -= 1  # the other ranks may not have asked
         self._step = None
         if self._listener.arrived and current_node() is None:  # neither autograd.grad nor a checkpoint's own
-            self._is_expecting = False
+            self.expected.is_open = False
         self._listener.arrived.clear()
+        self.has_left, self.graph_backward = False, None
 
     def _keep_local(self, step: Step) -> None:
         """Gradients of this backward stay this rank's own, and are added to those of the next reduction."""
+        if step.is_done_in_graph:
+            return
         arrived = self._listener.arrived
+        self.expected.has_unsynced = True
         for param in arrived:
             self._is_used[self._index_of[id(param)]] |= param.grad is not None
         is_ours = step.is_unexpected and not any(is_heard_elsewhere(param, self) for param in arrived)
@@ -362,11 +388,28 @@ class Reducer:
         if self.is_static and not self._knows_counts and any(step.counts):
             self._expected, self._knows_counts = list(step.counts), True
         has_unused = not all(all(bucket.used) for bucket in self.buckets.buckets)
-        self._is_used = [False] * len(self.members)
-        self.num_steps += 1
+        self._end_reduction()
         self._learn_order(step)
         if self.on_unused is not None and has_unused:
             self.on_unused()  # last: it may raise on this rank alone
+
+    def _end_reduction(self) -> None:
+        self._is_used = [False] * len(self.members)
+        self.expected.has_unsynced = False
+        self.num_steps += 1
+
+    def end_in_graph(self, order: Sequence[int]) -> None:
+        """A graph has reduced all gradients; it made them in this order."""
+        self._end_reduction()
+        is_fine = follows(self.buckets.plan, order)
+        self._learn_plan(self.buckets.order if is_fine else order)
+
+    def _learn_plan(self, arrivals: Sequence[int]) -> None:
+        """Once, all ranks plan for the order in which gradients come on the first one."""
+        if not self.has_rebuilt:
+            self.has_rebuilt = True
+            device = self._message_device
+            self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
 
     def _learn_order(self, step: Step) -> None:
         """Plan for the order in which gradients came, and listen to the last of each bucket."""
@@ -374,10 +417,7 @@ class Reducer:
         if self.has_rebuilt and not is_late and not step.streams.are_several:
             return
         arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
-        if not self.has_rebuilt:
-            self.has_rebuilt = True
-            device = self._message_device
-            self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
+        self._learn_plan(arrivals)
         if step.streams.are_several:
             self._listener.listen(range(len(self.members)))  # each must say on which it comes
         # A backward that nothing announces can be noticed by any parameter: then all must call.

@@ -16,10 +16,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from weft import comm
 from weft.autograd import current_backward, unseen_by_autograd
 from weft.comm_hooks.bucket import GradHook
 from weft.comm_hooks.hook_check import check_hook
+from weft.comm_hooks.mean import FEATURE
+from weft.compiler import at_trace, is_backward_traced, is_tracing
 from weft.data_parallel.agreement import broadcast_tensors, check_same_model, find_last
+from weft.data_parallel.graph_side import GraphSide
 from weft.data_parallel.members import check_apart
 from weft.data_parallel.module_parts import find_parts
 from weft.data_parallel.plan import BucketCaps
@@ -77,6 +81,7 @@ class Replica:
         )
         self.reducer.is_static = options.is_static
         self.reducer.on_unused = self.parts.check_in_place
+        self.graph = GraphSide(self.reducer, self.parts, syncs_buffers=options.syncs_buffers)
         self.wants_sync = True  # the user's wish for the next forward
         self.was_synced = True  # at the last forward: only then buffers may differ between ranks
         self.error = ""
@@ -100,6 +105,17 @@ class Replica:
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """What must be done before the module runs; the inputs, on its device."""
+        if not is_tracing():
+            return self._before_eager_forward(args, kwargs)
+        if self.owner._join_config.enable:  # uneven inputs are told to other ranks outside of graphs
+            eager: Any = torch.compiler.disable(self._before_eager_forward)
+            return eager(args, kwargs)
+        self._before_traced_forward()
+        return self._moved(args, kwargs)
+
+    def _before_eager_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self.graph.is_swapped:
+            self.graph.swap_out()  # a forward failed between two graphs
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
             self.parts.check_frozen()
@@ -107,6 +123,9 @@ class Replica:
             self.reducer.check_whole()
             self.reducer.times.forward_begins()
             self._keep_in_step()
+        return self._moved(args, kwargs)
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self.options.device is not None and self.options.device.type != "cpu":
             move = functools.partial(torch.Tensor.to, device=self.options.device, non_blocking=True)
             return map_tensors(move, args), map_tensors(move, kwargs)
@@ -149,18 +168,67 @@ class Replica:
 
     def after_forward(self, output: Any) -> Any:
         """Listen for the backward of this output."""
+        if not is_tracing():
+            return self._after_eager_forward(output)
+        if self.owner._join_config.enable:
+            eager: Any = torch.compiler.disable(self._after_eager_forward)
+            return eager(output)
+        self._after_traced_forward()
+        return output
+
+    def _after_eager_forward(self, output: Any) -> Any:
+        if self.graph.is_swapped:
+            self.graph.break_off()
         if not torch.is_grad_enabled():
             if current_backward() is None and not self.owner._join_config.enable:
                 self.was_synced = False
             return output
         self.was_synced = self.wants_sync
         self.reducer.expect(is_synced=self.wants_sync)
+        if self.reducer.is_listening and is_backward_traced():
+            self.graph.listen()
         if self.reducer.is_listening:
             begin = functools.partial(_begin, self.reducer, self.wants_sync)
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(begin)
         return output
+
+    # In a graph: only what can be traced, on plain attributes
+
+    def _before_traced_forward(self) -> None:
+        at_trace(self.graph.note_swap_in)
+        if self.graph.is_idle or not torch.is_grad_enabled():
+            if self.was_synced and self.graph.syncs_buffers:
+                self._sync_traced_buffers()
+            return
+        if self.was_synced and self.graph.syncs_buffers:
+            self._sync_traced_buffers()
+        is_fit = self.graph.is_fit and not self.graph.is_broken
+        if is_fit and self.wants_sync and not self.reducer.expected.has_unsynced:
+            self.graph.swap_in()
+
+    def _sync_traced_buffers(self) -> None:
+        if self.group.size() == 1:
+            return
+        first = self.graph.first_rank
+        for module, name in self.parts.buffer_slots:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                comm.broadcast(buffer, first, self.group, feature=FEATURE).wait()
+
+    def _after_traced_forward(self) -> None:
+        if self.graph.is_swapped:
+            at_trace(self.graph.note_swap_out)
+            self.graph.swap_out()
+            if self.graph.is_broken:
+                self.reducer.has_left = True
+        if not torch.is_grad_enabled():
+            self.was_synced = False
+        elif not self.graph.is_idle:
+            self.was_synced = self.wants_sync
+            self.reducer.expected.is_synced = self.wants_sync
+            self.reducer.expected.is_open = True
 
     # Options that change
 
@@ -173,12 +241,14 @@ class Replica:
                 "hooks, compose them with weft.comm_hooks.chain."
             )
         self.reducer.set_hook(hook, state)
+        self.graph.refresh()
 
     def change_group(self, group: ProcessGroup) -> None:
         """Go on with other ranks."""
         check_apart(self.parts.named(), group)
         self.group = group
         self.reducer.change_group(group)
+        self.graph.refresh()
 
     # Uneven inputs
 
@@ -199,4 +269,6 @@ class Replica:
 
 
 def _begin(reducer: Reducer, is_synced: bool, _: torch.Tensor) -> None:
+    if is_tracing():  # compiled autograd: gradients are reduced where they are made
+        return
     reducer.begin(is_synced=is_synced)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm_hooks.bucket import GradHook
+from weft.compiler import at_trace, is_tracing
 from weft.data_parallel.arguments import resolve_buffer_sync, resolve_delayed, resolve_process_group
 from weft.data_parallel.members import check_apart
 from weft.data_parallel.plan import resolve_caps
@@ -69,6 +70,7 @@ class ReplicateState:
         self.options = options
         self._replica: Replica | None = None
         self._wants_sync = True  # for a replica still to be made
+        self.tie = _make_tie(weakref.ref(self))
 
     @property
     def wants_sync(self) -> bool:
@@ -99,11 +101,15 @@ class ReplicateState:
 
     def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The module's forward pre-hook."""
+        if is_tracing():
+            at_trace(self.tie)
+            assert self._replica is not None
+            return self._replica.before_forward(args, kwargs)
         return self.replica.before_forward(args, kwargs)
 
     def after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The module's forward hook."""
-        return self.replica.after_forward(output)
+        return (self._replica or self.replica).after_forward(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicateState:
         new = ReplicateState.__new__(ReplicateState)
@@ -111,8 +117,19 @@ class ReplicateState:
         new._module = weakref.ref(copy.deepcopy(self.module, memo))
         new.options = self.options
         new._replica = None
+        new.tie = _make_tie(weakref.ref(new))
         new._wants_sync = self.wants_sync
         return new
+
+
+def _make_tie(ref: weakref.ref[ReplicateState]) -> Callable[[Any], None]:
+    """What makes the ties while a forward is traced."""
+
+    def tie(_: Any) -> None:
+        state = ref()
+        assert state is not None and state.replica is not None
+
+    return tie
 
 
 def replicate(

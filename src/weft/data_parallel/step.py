@@ -25,6 +25,17 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+class Expectation:
+    """What the last forward lets the reducer expect. Plain attributes: compiled code reads and writes them."""
+
+    def __init__(self) -> None:
+        self.is_synced = True  # the backward shall reduce
+        self.is_open = False  # it is still to come
+        self.has_unsynced = False  # gradients of this rank alone wait for the next reduction
+        self.owner = -1  # what graphs of compiled autograd call the reducer's gradients by
+        self.wire = ""
+
+
 @dataclass(slots=True)
 class Step:
     """One backward, from its first sign to its end. Parameters are named by index, buckets by number."""
@@ -34,6 +45,7 @@ class Step:
     has_ended: bool = False
     is_synced: bool = False  # it reduces
     is_unexpected: bool = False  # no forward of the module led to it
+    is_done_in_graph: bool = False  # a compiled graph has reduced already
     num_seen: int = 0  # of the arrivals
     counts: list[int] = field(default_factory=list[int])  # how often each parameter came
     remaining: list[int] = field(default_factory=list[int])  # gradients that each bucket waits for

@@ -1,0 +1,153 @@
+"""The ops by which a compiled graph and the owner of its gradients speak to each other.
+
+`mark_gradient` is in the backward of every parameter of a compiled replicated module. It changes nothing: it
+tells the passes which gradient this is. Where they reduce it in the graph, `begin_reduction` and
+`end_reduction` tell its owner so when the graph runs. Where they don't (another backend, a graph that holds
+a part of the module only), the owner hears that they are left to it, if anything, and reduces the gradient when autograd hands them
+over, as without a compiler. So a gradient can't be left out by mistake.
+
+`reduce_gradient` is in a backward that compiled autograd has traced. There is nobody behind it: it reduces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from weft.compiler.schedule import Bucket, decode_schedule
+from weft.errors import StateError
+
+
+class GradientOwner(Protocol):
+    """Who answers for the gradients of some parameters."""
+
+    def buckets(self) -> Sequence[Bucket]:
+        """In which buckets they are reduced, in this order."""
+        ...
+
+    def begin(self, order: Sequence[int]) -> list[torch.Tensor]:
+        """A graph reduces them now. The marks that go behind each bucket's gradients.
+
+        `order` is the one in which the graph makes them.
+        """
+        ...
+
+    def end(self, reduced: Sequence[torch.Tensor]) -> None:
+        """A graph has reduced them: what became of the marks."""
+        ...
+
+    def leave(self) -> None:
+        """A graph makes some of them and doesn't reduce them."""
+        ...
+
+    def reduce_one(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The mean of one of them, now."""
+        ...
+
+
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def enlist(owner: GradientOwner) -> int:
+    """Give an owner the number by which graphs call it. It is forgotten when it is dropped."""
+    number = next(_numbers)
+    _owners[number] = owner
+    return number
+
+
+def owner_of(number: int) -> GradientOwner:
+    """The owner with this number."""
+    owner = _owners.get(number)
+    if owner is None:
+        raise StateError(
+            "a compiled backward ran after the module that it was compiled for was dropped. Keep the module as "
+            "long as its outputs."
+        )
+    return owner
+
+
+_library = torch.library.Library("weft", "FRAGMENT")
+_library.define("mark_gradient(Tensor gradient, int owner, int index, str wire) -> Tensor")
+_library.define("reduce_gradient(Tensor gradient, int owner, int index, str wire) -> Tensor")
+_library.define("leave_gradients(Tensor(a!) gradient, int owner) -> ()")
+_library.define("begin_reduction(int owner, str schedule) -> Tensor[]")
+_library.define("end_reduction(Tensor(a!)[] marks, int owner) -> ()")
+
+
+def _mark(gradient: torch.Tensor, owner: int, index: int, wire: str) -> torch.Tensor:
+    owner_of(owner).leave()
+    return gradient.clone()  # a view would be cheaper, but ops of a graph may not return what they got
+
+
+def _reduce(gradient: torch.Tensor, owner: int, index: int, wire: str) -> torch.Tensor:
+    return owner_of(owner).reduce_one(gradient, index)
+
+
+def _leave(gradient: torch.Tensor, owner: int) -> None:
+    owner_of(owner).leave()
+
+
+def _begin(owner: int, schedule: str) -> list[torch.Tensor]:
+    _, order = decode_schedule(schedule)
+    return owner_of(owner).begin(order)
+
+
+def _end(marks: Sequence[torch.Tensor], owner: int) -> None:
+    owner_of(owner).end(marks)
+
+
+def _same(gradient: torch.Tensor, owner: int, index: int, wire: str) -> torch.Tensor:
+    return torch.empty_like(gradient)
+
+
+def _empty_marks(owner: int, schedule: str) -> list[torch.Tensor]:
+    tails, _ = decode_schedule(schedule)
+    return [torch.empty(tail.num_marks + 1, dtype=tail.dtype, device=tail.device) for tail in tails]
+
+
+def _nothing_left(gradient: torch.Tensor, owner: int) -> None:
+    return None
+
+
+def _nothing(marks: Sequence[torch.Tensor], owner: int) -> None:
+    return None
+
+
+for _name, _run, _pretend in (
+    ("mark_gradient", _mark, _same),
+    ("reduce_gradient", _reduce, _same),
+    ("leave_gradients", _leave, _nothing_left),
+    ("begin_reduction", _begin, _empty_marks),
+    ("end_reduction", _end, _nothing),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{_name}", _pretend, lib=_library)
+
+MARK: Any = torch.ops.weft.mark_gradient.default
+REDUCE: Any = torch.ops.weft.reduce_gradient.default
+LEAVE: Any = torch.ops.weft.leave_gradients.default
+BEGIN: Any = torch.ops.weft.begin_reduction.default
+END: Any = torch.ops.weft.end_reduction.default
+
+
+class Marked(torch.autograd.Function):
+    """Parameters as they are, with a mark on each gradient. One function for all: tracing many takes long."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: int, wire: str, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.wire = owner, wire
+        ctx.set_materialize_grads(False)
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        marked = [
+            None if gradient is None else torch.ops.weft.mark_gradient(gradient, ctx.owner, index, ctx.wire)
+            for index, gradient in enumerate(gradients)
+        ]
+        return (None, None, *marked)

@@ -1,0 +1,1 @@
+"""The passes over compiled graphs, one a file."""

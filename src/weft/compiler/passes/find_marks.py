@@ -1,0 +1,70 @@
+"""Which gradients of the graph can be reduced in it; marks of the others are taken out.
+
+A graph reduces an owner's gradients if it has all of them, each once. One that has some (the module's
+forward was broken into several graphs, or uses a part of it) leaves them to the owner, who gets them from
+autograd and knows what is missing. What compiled autograd has traced is reduced in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from weft.compiler.graphs import add_call, calls
+from weft.compiler.ops import LEAVE, MARK, REDUCE, owner_of
+from weft.compiler.schedule import Bucket, Wire
+
+
+@dataclass(slots=True)
+class Reducible:
+    """The gradients of one owner in one graph."""
+
+    owner: int
+    wire: Wire
+    buckets: list[Bucket]
+    marks: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])  # by parameter
+    is_announced: bool = True  # the owner is told by ops in the graph
+
+
+def find_reducible(graph: fx.Graph) -> list[Reducible]:
+    """What to reduce in this graph, by owner, in the order of the first gradients. All other marks go."""
+    reduces = calls(graph, REDUCE)
+    # Those of compiled autograd stand behind the ones that its parts have from their own compilation.
+    _drop(graph, [node for node in calls(graph, MARK) if reduces])
+    found: dict[tuple[int, str], list[fx.Node]] = {}
+    for node in reduces or calls(graph, MARK):
+        _, owner, _, wire = node.args
+        found.setdefault((owner, wire), []).append(node)  # type: ignore[arg-type]
+    kept: list[Reducible] = []
+    for (owner, wire), nodes in found.items():
+        marks = {int(node.args[2]): node for node in nodes}  # type: ignore[arg-type]
+        buckets = list(owner_of(owner).buckets())
+        if is_whole(buckets, marks, len(nodes)):
+            kept.append(Reducible(owner, Wire.decode(wire), buckets, marks))
+        elif not reduces:
+            with graph.inserting_after(nodes[0]):
+                add_call(graph, LEAVE, nodes[0].args[0], owner)
+            _drop(graph, nodes)
+    return kept
+
+
+def is_whole(buckets: list[Bucket], marks: dict[int, fx.Node], num_marks: int) -> bool:
+    """Whether each gradient of the buckets is there once, and fits into its place."""
+    slots = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
+    if len(marks) != num_marks or {slot.index for slot, _ in slots} != set(marks):
+        return False
+    for slot, bucket in slots:
+        value = marks[slot.index].meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype != bucket.dtype:
+            return False
+        if tuple(value.shape) != slot.shape or value.device != bucket.device:
+            return False
+    return True
+
+
+def _drop(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    for node in nodes:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)

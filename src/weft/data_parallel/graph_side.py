@@ -1,0 +1,230 @@
+"""A replicated module in a compiled graph: marks on its gradients, and what the graph that reduces them asks.
+
+While Dynamo traces the module's forward its parameters are replaced by themselves with a mark on their
+gradients (weft.compiler.ops). The compiled backward then reduces them in buckets, tells the reducer so, and hands
+means to autograd. Where it can't, the marks tell nobody anything and the reducer does its work as ever.
+Buckets and what they carry are the same both ways.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from weft import comm
+from weft.autograd import current_backward
+from weft.comm.group import resolve_group, state_of
+from weft.comm_hooks.bucket import GradBucket
+from weft.comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from weft.comm_hooks.mean import FEATURE, only_tensor
+from weft.compiler import Bucket, Marked, Slot, Wire, current_trace, enlist, install, settings
+from weft.data_parallel.bucket_set import agree_on_used
+from weft.data_parallel.buckets import Reduction, call_hook
+from weft.data_parallel.module_parts import ModuleParts
+from weft.data_parallel.plan import resolve_caps
+from weft.data_parallel.reducer import Reducer
+from weft.data_parallel.step import Expectation
+
+# Hooks that a graph can do without calling them: how they send.
+_NARROW: dict[Any, torch.dtype | None] = {
+    allreduce_hook: None,
+    fp16_compress_hook: torch.float16,
+    bf16_compress_hook: torch.bfloat16,
+}
+
+
+class GraphSide:
+    """What graphs see of a replicated module. Dynamo reads its plain attributes and guards on them."""
+
+    def __init__(self, reducer: Reducer, parts: ModuleParts, *, syncs_buffers: bool) -> None:
+        self._reducer = reducer
+        self._caps = reducer.caps
+        self.number = reducer.expected.owner = enlist(self)
+        self.is_idle = False  # there is nothing to reduce
+        self.is_fit = False  # graphs can reduce these gradients
+        self.is_broken = False  # the module's forward doesn't fit into one graph
+        self.is_swapped = False
+        self.wire = ""
+        self.first_rank = state_of(reducer.group).ranks[0]
+        self.syncs_buffers = bool(parts.buffer_slots) and syncs_buffers
+        self.params = [member.param for member in reducer.members]
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        self.slots = [(owner, name, index_of[id(param)], param) for owner, name, param in parts.slots]
+        self._reduction: Reduction | None = None
+        self._order: Sequence[int] = ()
+        self._trace: object = None
+        myself = weakref.ref(self)
+        self.note_swap_in = _later(myself, GraphSide._note_swap_in)
+        self.note_swap_out = _later(myself, GraphSide._note_swap_out)
+
+    # Traced
+
+    def swap_in(self) -> None:
+        """Put marked parameters in place of the module's. Traced."""
+        marked = Marked.apply(self.number, self.wire, *self.params)
+        for owner, name, index, _ in self.slots:
+            owner[name] = marked[index]  # type: ignore[index]
+        self.is_swapped = True
+
+    def swap_out(self) -> None:
+        """Put the module's parameters back. Traced, or not where the graph was broken on the way."""
+        for owner, name, _, param in self.slots:
+            owner[name] = param  # type: ignore[assignment]
+        self.is_swapped = False
+
+    # While it is traced
+
+    def _note_swap_in(self) -> None:
+        install()
+        self.listen()
+        self._trace = current_trace()
+
+    def _note_swap_out(self) -> None:
+        if current_trace() != self._trace:
+            self.is_broken = True
+
+    def break_off(self) -> None:
+        """A forward that was traced at its start ends outside of any graph."""
+        self.swap_out()
+        self.is_broken = True
+        self._reducer.has_left = True
+
+    def listen(self) -> None:
+        """Be ready for a backward that compiled autograd traces."""
+        self.refresh()
+        self._reducer.listen_in_graphs(_make_arrival(self._reducer.expected))
+
+    def refresh(self) -> None:
+        """Say again how gradients travel: with which hook, over which group, in which buckets."""
+        reducer = self._reducer
+        reducer.plan_for_graphs(
+            self._caps if settings.bucket_cap_mb is None else resolve_caps(settings.bucket_cap_mb, None)
+        )
+        members = reducer.members
+        self.is_idle = not reducer.is_listening
+        self.is_fit = (
+            reducer.is_listening
+            and not any(member.whole is not None or member.spec.is_sparse for member in members)
+            and (reducer.hook is None or reducer.hook in _NARROW)
+            and all(member.spec.dtype.is_floating_point for member in members)
+            and self._narrow_dtype_fits()
+        )
+        self.wire = reducer.expected.wire = ""
+        if self.is_fit:
+            group = self._wire_group()
+            plan = hashlib.sha256(repr([plan.params for plan in reducer.buckets.plan]).encode()).hexdigest()
+            narrow = None if reducer.hook is None else _NARROW[reducer.hook]
+            marked = reducer.hook is None
+            wire = Wire(group.group_name, group.size(), narrow, plan[:12], marked)
+            self.wire = reducer.expected.wire = wire.encode()
+
+    def _narrow_dtype_fits(self) -> bool:
+        narrow = _NARROW.get(self._reducer.hook) if self._reducer.hook is not None else None
+        if narrow is None:
+            return True
+        return all(member.spec.dtype.itemsize > narrow.itemsize for member in self._reducer.members)
+
+    def _wire_group(self) -> Any:
+        reducer = self._reducer
+        return reducer.group if reducer.hook is None else resolve_group(reducer.hook_state)
+
+    # For the graph that reduces
+
+    def buckets(self) -> list[Bucket]:
+        """The reducer's buckets; none where graphs can't reduce them."""
+        if not self.is_fit:
+            return []
+        specs = [member.spec for member in self._reducer.members]
+        return [
+            Bucket(
+                tuple(
+                    Slot(index, specs[index].name, specs[index].shape, specs[index].strides)
+                    for index in plan.params
+                ),
+                plan.dtype,
+                plan.device,
+            )
+            for plan in self._reducer.buckets.plan
+        ]
+
+    def begin(self, order: Sequence[int]) -> list[torch.Tensor]:
+        """The graph of a backward begins to reduce."""
+        reducer = self._reducer
+        reducer.check_whole()
+        reducer.num_begun += 1
+        reducer.graph_backward = current_backward()
+        self._reduction = reducer.make_reduction()
+        self._order = order
+        marks: list[torch.Tensor] = []
+        for plan in reducer.buckets.plan:
+            tail = torch.ones(len(plan.params) + 1, dtype=plan.dtype, device=plan.device)
+            tail[-1] = self._reduction.mark(plan.dtype)
+            marks.append(tail)
+        return marks
+
+    def end(self, reduced: Sequence[torch.Tensor]) -> None:
+        """It has reduced."""
+        reduction, reducer = self._reduction, self._reducer
+        self._reduction = None
+        if reduction is None:
+            return
+        if reducer.hook is not None:
+            agree_on_used([True] * len(self.params), reduction, self.params[0].device)
+        else:
+            for plan, marks in zip(reducer.buckets.plan, reduced, strict=True):
+                _check_marks(reduction, marks, plan.dtype)
+        reducer.expected.is_open = reducer.graph_backward is not None  # else autograd hands over nothing
+        reducer.end_in_graph(self._order)
+        self.refresh()
+
+    def leave(self) -> None:
+        """A graph has gradients of the module and doesn't reduce them."""
+        self._reducer.has_left = True
+
+    def reduce_one(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The mean of one gradient, by the module's hook if it has one."""
+        reducer = self._reducer
+        reducer.expected.is_open = reducer.expected.has_unsynced = reducer.has_left = False
+        if reducer.hook is None:
+            return comm.all_reduce(
+                gradient * (1.0 / reducer.group.size()), group=reducer.group, feature=FEATURE
+            ).wait()
+        flat = gradient.reshape(-1).clone()
+        bucket = GradBucket(index, flat, [self.params[index]], is_last=index == 0)
+        mean = only_tensor(call_hook(reducer.make_reduction(), bucket).wait())
+        return mean.reshape(gradient.shape).to(gradient.dtype)
+
+
+def _make_arrival(expected: Expectation) -> Callable[[torch.Tensor, int], None]:
+    """What compiled autograd traces where a gradient arrives."""
+
+    def arrive(param: torch.Tensor, index: int) -> None:
+        if not expected.is_open or param.grad is None:
+            return
+        if expected.is_synced:
+            param.grad = torch.ops.weft.reduce_gradient(param.grad, expected.owner, index, expected.wire)
+        else:
+            expected.has_unsynced = True
+
+    return arrive
+
+
+def _check_marks(reduction: Reduction, marks: torch.Tensor, dtype: torch.dtype) -> None:
+    # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
+    if marks.device.type == "cpu" and (dtype.itemsize > 2 or reduction.group.size() <= 32):
+        reduction.check_step(marks[-1].item(), dtype)
+
+
+def _later(ref: weakref.ref[GraphSide], method: Callable[[GraphSide], None]) -> Callable[[Any], None]:
+    """A function for `at_trace` that doesn't keep the object alive."""
+
+    def run(_: Any) -> None:
+        side = ref()
+        if side is not None:
+            method(side)
+
+    return run
