@@ -9,10 +9,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from weft.compiler.ops import SEND
+
 c10d: Any = torch.ops._c10d_functional
 WAIT: Any = c10d.wait_tensor.default
 LAUNCHES: frozenset[Any] = frozenset(
     {
+        SEND,
         c10d.all_reduce.default,
         c10d.all_reduce_coalesced.default,
         c10d.all_gather_into_tensor.default,

@@ -26,7 +26,7 @@ class GradientOwner(Protocol):
     """Who answers for the gradients of some parameters."""
 
     def buckets(self) -> Sequence[Bucket]:
-        """In which buckets they are reduced, in this order."""
+        """In which buckets graphs reduce them, in this order; none where they can't."""
         ...
 
     def begin(self, order: Sequence[int]) -> list[torch.Tensor]:
@@ -38,6 +38,14 @@ class GradientOwner(Protocol):
 
     def end(self, reduced: Sequence[torch.Tensor]) -> None:
         """A graph has reduced them: what became of the marks."""
+        ...
+
+    def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+        """Start to reduce this bucket, in the owner's memory and by its hook. The first one begins."""
+        ...
+
+    def receive(self) -> None:
+        """Wait for all buckets that were sent."""
         ...
 
     def leave(self) -> None:
@@ -75,6 +83,10 @@ _library = torch.library.Library("weft", "FRAGMENT")
 _library.define("mark_gradient(Tensor gradient, int owner, int index, str wire) -> Tensor")
 _library.define("reduce_gradient(Tensor gradient, int owner, int index, str wire) -> Tensor")
 _library.define("leave_gradients(Tensor(a!) gradient, int owner) -> ()")
+_library.define(
+    "send_bucket(Tensor[] gradients, Tensor? after, int owner, int bucket, str schedule) -> Tensor"
+)
+_library.define("receive_buckets(Tensor(a!)[] buckets, int owner) -> ()")
 _library.define("begin_reduction(int owner, str schedule) -> Tensor[]")
 _library.define("end_reduction(Tensor(a!)[] marks, int owner) -> ()")
 
@@ -101,13 +113,31 @@ def _end(marks: Sequence[torch.Tensor], owner: int) -> None:
     owner_of(owner).end(marks)
 
 
+def _send(
+    gradients: Sequence[torch.Tensor], after: torch.Tensor | None, owner: int, bucket: int, schedule: str
+) -> torch.Tensor:
+    _, order = decode_schedule(schedule)
+    return owner_of(owner).send(bucket, gradients, order)
+
+
+def _receive(buckets: Sequence[torch.Tensor], owner: int) -> None:
+    owner_of(owner).receive()
+
+
 def _same(gradient: torch.Tensor, owner: int, index: int, wire: str) -> torch.Tensor:
     return torch.empty_like(gradient)
 
 
 def _empty_marks(owner: int, schedule: str) -> list[torch.Tensor]:
-    tails, _ = decode_schedule(schedule)
-    return [torch.empty(tail.num_marks + 1, dtype=tail.dtype, device=tail.device) for tail in tails]
+    rooms, _ = decode_schedule(schedule)
+    return [torch.empty(room.num_marks, dtype=room.dtype, device=room.device) for room in rooms]
+
+
+def _empty_bucket(
+    gradients: Sequence[torch.Tensor], after: torch.Tensor | None, owner: int, bucket: int, schedule: str
+) -> torch.Tensor:
+    room = decode_schedule(schedule)[0][bucket]
+    return torch.empty(room.num_gradients + room.num_marks, dtype=room.dtype, device=room.device)
 
 
 def _nothing_left(gradient: torch.Tensor, owner: int) -> None:
@@ -122,6 +152,8 @@ for _name, _run, _pretend in (
     ("mark_gradient", _mark, _same),
     ("reduce_gradient", _reduce, _same),
     ("leave_gradients", _leave, _nothing_left),
+    ("send_bucket", _send, _empty_bucket),
+    ("receive_buckets", _receive, _nothing),
     ("begin_reduction", _begin, _empty_marks),
     ("end_reduction", _end, _nothing),
 ):
@@ -131,6 +163,8 @@ for _name, _run, _pretend in (
 MARK: Any = torch.ops.weft.mark_gradient.default
 REDUCE: Any = torch.ops.weft.reduce_gradient.default
 LEAVE: Any = torch.ops.weft.leave_gradients.default
+SEND: Any = torch.ops.weft.send_bucket.default
+RECEIVE: Any = torch.ops.weft.receive_buckets.default
 BEGIN: Any = torch.ops.weft.begin_reduction.default
 END: Any = torch.ops.weft.end_reduction.default
 

@@ -17,7 +17,11 @@ from torch import fx
 
 from weft.compiler.graphs import calls
 from weft.compiler.ops import MARK, REDUCE
-from weft.compiler.passes.bucket_gradients import bucket_by_coalescing, bucket_by_concat
+from weft.compiler.passes.bucket_gradients import (
+    bucket_by_coalescing,
+    bucket_by_concat,
+    bucket_in_buffers,
+)
 from weft.compiler.passes.drop_copies import drop_copies
 from weft.compiler.passes.find_marks import Reducible, find_reducible
 from weft.compiler.passes.launch_early import launch_early, launches_in
@@ -47,8 +51,10 @@ def _find(work: Work) -> None:
 
 
 def _bucket(work: Work) -> None:
-    bucket = bucket_by_coalescing if form_in_force() == "coalesced" else bucket_by_concat
-    work.num_buckets = sum(bucket(work.graph, found) for found in work.found)
+    wanted = FORMS[form_in_force()]
+    for found in work.found:
+        bucket = wanted if found.wire.is_plain else bucket_in_buffers
+        work.num_buckets += bucket(work.graph, found)
 
 
 def _launch(work: Work) -> None:
@@ -66,6 +72,12 @@ def _drop(work: Work) -> None:
 def _verify(work: Work) -> None:
     verify(work.graph, work.found)
 
+
+FORMS: dict[str, Callable[[fx.Graph, Reducible], int]] = {
+    "buffers": bucket_in_buffers,
+    "concat": bucket_by_concat,
+    "coalesced": bucket_by_coalescing,
+}
 
 PASSES: list[tuple[str, Pass]] = [
     ("find_gradients", _find),

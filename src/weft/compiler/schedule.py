@@ -23,17 +23,18 @@ class Wire:
     dtype: torch.dtype | None = None  # narrower than the gradients'; None: their own
     plan: str = ""  # a fingerprint: another plan is another graph
     has_marks: bool = True  # buckets carry marks behind the gradients
+    is_plain: bool = True  # it is this mean and nothing else; no hook of the user's
 
     def encode(self) -> str:
         """As a constant of the graph."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return json.dumps([self.group, self.size, dtype, self.plan, self.has_marks])
+        return json.dumps([self.group, self.size, dtype, self.plan, self.has_marks, self.is_plain])
 
     @staticmethod
     def decode(text: str) -> Wire:
         """From a constant of the graph."""
-        group, size, dtype, plan, has_marks = json.loads(text)
-        return Wire(group, size, getattr(torch, dtype) if dtype else None, plan, has_marks)
+        group, size, dtype, *rest = json.loads(text)
+        return Wire(group, size, getattr(torch, dtype) if dtype else None, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,10 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """The marks behind a bucket's gradients: one for each, and the step's."""
+class Room:
+    """The memory of a bucket: gradients, a mark for each, and the step's mark."""
 
+    num_gradients: int
     num_marks: int
     dtype: torch.dtype
     device: torch.device
@@ -84,14 +86,22 @@ def encode_schedule(buckets: Sequence[Bucket], order: Sequence[int]) -> str:
 
     `order` is the one in which gradients come there.
     """
-    tails = [
-        [len(bucket.slots), str(bucket.dtype).removeprefix("torch."), str(bucket.device)]
+    rooms = [
+        [
+            sum(slot.numel for slot in bucket.slots),
+            len(bucket.slots) + 1,
+            str(bucket.dtype).removeprefix("torch."),
+            str(bucket.device),
+        ]
         for bucket in buckets
     ]
-    return json.dumps([tails, list(order)])
+    return json.dumps([rooms, list(order)])
 
 
-def decode_schedule(text: str) -> tuple[list[Tail], list[int]]:
-    """The tails of the buckets, and the order in which gradients come."""
-    tails, order = json.loads(text)
-    return [Tail(num, getattr(torch, dtype), torch.device(device)) for num, dtype, device in tails], order
+def decode_schedule(text: str) -> tuple[list[Room], list[int]]:
+    """The rooms of the buckets, and the order in which gradients come."""
+    rooms, order = json.loads(text)
+    return [
+        Room(numel, num_marks, getattr(torch, dtype), torch.device(device))
+        for numel, num_marks, dtype, device in rooms
+    ], order

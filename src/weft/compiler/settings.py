@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 
-FORMS = ("concat", "coalesced")
+FORMS = ("buffers", "concat", "coalesced")
 
 
 @dataclass(slots=True)
 class Settings:
     """How gradients are bucketed in compiled graphs. Set before a module is compiled, alike on all ranks.
 
-    `form` is "concat" (a bucket is one flat tensor, as without a compiler) or "coalesced" (a list of tensors
-    that one op reduces; nothing is copied together). None: as Inductor's own configuration says, which is
-    "concat" unless it was changed. `bucket_cap_mb` overrides the caps of the modules.
+    `form` is "buffers" (the reducer's own buckets, its hooks and its collectives, called from the graph),
+    "concat" (a bucket is a flat tensor of the graph, reduced by an op that compilers know) or "coalesced" (a
+    list of tensors that one such op reduces). None: "buffers", unless torch's own Python reducer is
+    asked for (`torch._dynamo.config.optimize_ddp = "python_reducer"`): then what Inductor's list of
+    data-parallel passes says. `bucket_cap_mb` overrides the caps of the modules.
     """
 
     form: str | None = None
@@ -34,11 +36,14 @@ settings = Settings()
 
 
 def form_in_force() -> str:
-    """The form of buckets: the user's wish, or what Inductor's list of data-parallel passes names."""
+    """The form of buckets: the user's wish, or what torch's own switches say."""
     settings.check()
     if settings.form is not None:
         return settings.form
-    from torch._inductor import config
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
-    named = getattr(config, "_fuse_ddp_communication_passes", ())
+    if "python_reducer" not in str(dynamo.optimize_ddp):
+        return "buffers"
+    named = getattr(inductor, "_fuse_ddp_communication_passes", ())
     return "coalesced" if "fuse_ddp_with_coalesced_op" in named else "concat"

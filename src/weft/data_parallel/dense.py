@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 from weft import comm
 from weft.comm_hooks.mean import FEATURE
@@ -37,13 +38,27 @@ class DenseBucket(Bucket):
         return self._gradients
 
     @torch.no_grad()
+    def take(self, reduction: Reduction, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Bring these gradients into the buffer, for `launch`, in place of those of the parameters; the buffer."""
+        buffer = self._make_room([None] * len(grads), reduction.group)
+        self._held, self._untouched, self.used = {}, {}, [True] * len(grads)
+        buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
+        buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
+        return buffer.flat
+
+    def _make_room(self, grads: Sequence[torch.Tensor | None], group: ProcessGroup) -> FlatGradients:
+        """The buffer, or a new one where the user holds gradients that lie in it."""
+        buffer = self._gradients
+        if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
+            buffer = self._gradients = FlatGradients(self.plan, self._members, group)
+        return buffer
+
+    @torch.no_grad()
     def collect(
         self, reduction: Reduction, used: Sequence[bool] | None, held: Mapping[int, torch.Tensor]
     ) -> None:
         grads = grads_of(self._params)
-        buffer = self._gradients
-        if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
-            buffer = self._gradients = FlatGradients(self.plan, self._members, reduction.group)
+        buffer = self._make_room(grads, reduction.group)
         # create_graph makes a new tensor where it adds to a gradient: then there is nothing to fill in place.
         self._held = {at: grad for at, grad in held.items() if grad is grads[at]}
         self.used = [grad is not None for grad in grads] if used is None else used

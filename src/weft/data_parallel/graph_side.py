@@ -22,15 +22,18 @@ from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from weft.comm_hooks.mean import FEATURE, only_tensor
 from weft.compiler import Bucket, Marked, Slot, Wire, current_trace, enlist, install, settings
+from weft.compiler.settings import form_in_force
 from weft.data_parallel.bucket_set import agree_on_used
 from weft.data_parallel.buckets import Reduction, call_hook
+from weft.data_parallel.dense import DenseBucket
 from weft.data_parallel.module_parts import ModuleParts
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.step import Expectation
+from weft.errors import InternalError
 
-# Hooks that a graph can do without calling them: how they send.
-_NARROW: dict[Any, torch.dtype | None] = {
+# Hooks that a graph can do by ops of its own: in which dtype they send.
+_PLAIN: dict[Any, torch.dtype | None] = {
     allreduce_hook: None,
     fp16_compress_hook: torch.float16,
     bf16_compress_hook: torch.bfloat16,
@@ -54,9 +57,10 @@ class GraphSide:
         self.params = [member.param for member in reducer.members]
         index_of = {id(param): index for index, param in enumerate(self.params)}
         self.slots = [(owner, name, index_of[id(param)], param) for owner, name, param in parts.slots]
-        self._reduction: Reduction | None = None
+        self._begun: Reduction | None = None
         self._order: Sequence[int] = ()
         self._trace: object = None
+        self._is_seen = False  # by any graph
         myself = weakref.ref(self)
         self.note_swap_in = _later(myself, GraphSide._note_swap_in)
         self.note_swap_out = _later(myself, GraphSide._note_swap_out)
@@ -95,42 +99,38 @@ class GraphSide:
 
     def listen(self) -> None:
         """Be ready for a backward that compiled autograd traces."""
+        self._is_seen = True
         self.refresh()
         self._reducer.listen_in_graphs(_make_arrival(self._reducer.expected))
 
     def refresh(self) -> None:
         """Say again how gradients travel: with which hook, over which group, in which buckets."""
+        if not self._is_seen:
+            return
         reducer = self._reducer
-        reducer.plan_for_graphs(
-            self._caps if settings.bucket_cap_mb is None else resolve_caps(settings.bucket_cap_mb, None)
-        )
-        members = reducer.members
+        is_greedy = form_in_force() != "buffers"
+        cap_mb = settings.bucket_cap_mb
+        reducer.replan(self._caps if cap_mb is None else resolve_caps(cap_mb, None), is_greedy=is_greedy)
         self.is_idle = not reducer.is_listening
-        self.is_fit = (
-            reducer.is_listening
-            and not any(member.whole is not None or member.spec.is_sparse for member in members)
-            and (reducer.hook is None or reducer.hook in _NARROW)
-            and all(member.spec.dtype.is_floating_point for member in members)
-            and self._narrow_dtype_fits()
+        self.is_fit = reducer.is_listening and not any(
+            member.whole is not None or member.spec.is_sparse for member in reducer.members
         )
-        self.wire = reducer.expected.wire = ""
-        if self.is_fit:
-            group = self._wire_group()
-            plan = hashlib.sha256(repr([plan.params for plan in reducer.buckets.plan]).encode()).hexdigest()
-            narrow = None if reducer.hook is None else _NARROW[reducer.hook]
-            marked = reducer.hook is None
-            wire = Wire(group.group_name, group.size(), narrow, plan[:12], marked)
-            self.wire = reducer.expected.wire = wire.encode()
+        self.wire = reducer.expected.wire = self._make_wire().encode() if self.is_fit else ""
 
-    def _narrow_dtype_fits(self) -> bool:
-        narrow = _NARROW.get(self._reducer.hook) if self._reducer.hook is not None else None
-        if narrow is None:
-            return True
-        return all(member.spec.dtype.itemsize > narrow.itemsize for member in self._reducer.members)
-
-    def _wire_group(self) -> Any:
+    def _make_wire(self) -> Wire:
         reducer = self._reducer
-        return reducer.group if reducer.hook is None else resolve_group(reducer.hook_state)
+        hook, group = reducer.hook, reducer.group
+        plan = hashlib.sha256(repr([plan.params for plan in reducer.buckets.plan]).encode()).hexdigest()[:12]
+        dtypes = {member.spec.dtype for member in reducer.members}
+        is_float = all(dtype.is_floating_point for dtype in dtypes)
+        if hook is None:
+            return Wire(group.group_name, group.size(), None, plan, True, is_float)
+        narrow = _PLAIN.get(hook)
+        is_smaller = narrow is None or all(dtype.itemsize > narrow.itemsize for dtype in dtypes)
+        if hook not in _PLAIN or not is_float or not is_smaller:
+            return Wire(group.group_name, group.size(), None, plan, False, False)
+        group = resolve_group(reducer.hook_state)
+        return Wire(group.group_name, group.size(), narrow, plan, False, True)
 
     # For the graph that reduces
 
@@ -153,14 +153,9 @@ class GraphSide:
 
     def begin(self, order: Sequence[int]) -> list[torch.Tensor]:
         """The graph of a backward begins to reduce."""
-        reducer = self._reducer
-        reducer.check_whole()
-        reducer.num_begun += 1
-        reducer.graph_backward = current_backward()
-        self._reduction = reducer.make_reduction()
-        self._order = order
+        self._open(order)
         marks: list[torch.Tensor] = []
-        for plan in reducer.buckets.plan:
+        for plan in self._reducer.buckets.plan:
             tail = torch.ones(len(plan.params) + 1, dtype=plan.dtype, device=plan.device)
             tail[-1] = self._reduction.mark(plan.dtype)
             marks.append(tail)
@@ -168,15 +163,47 @@ class GraphSide:
 
     def end(self, reduced: Sequence[torch.Tensor]) -> None:
         """It has reduced."""
-        reduction, reducer = self._reduction, self._reducer
-        self._reduction = None
-        if reduction is None:
-            return
+        if self._reducer.hook is None:
+            for plan, marks in zip(self._reducer.buckets.plan, reduced, strict=True):
+                _check_marks(self._reduction, marks, plan.dtype)
+        self._close()
+
+    def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+        """Reduce a bucket of the graph's gradients in the reducer's memory."""
+        if bucket == 0:
+            self._open(order)
+        sent = self._reducer.buckets.buckets[bucket]
+        if not isinstance(sent, DenseBucket):
+            raise InternalError("a graph sent gradients to a bucket of sparse ones")
+        flat = sent.take(self._reduction, gradients)
+        sent.launch(self._reduction)
+        return flat
+
+    def receive(self) -> None:
+        """Wait for what was sent."""
+        for bucket in self._reducer.buckets.buckets:
+            bucket.finish(self._reduction)
+        self._close()
+
+    def _open(self, order: Sequence[int]) -> None:
+        reducer = self._reducer
+        reducer.check_whole()
+        reducer.num_begun += 1
+        reducer.graph_backward = current_backward()
+        self._begun = reducer.make_reduction()
+        self._order = order
+
+    @property
+    def _reduction(self) -> Reduction:
+        if self._begun is None:
+            raise InternalError("a graph goes on with a reduction that it has not begun")
+        return self._begun
+
+    def _close(self) -> None:
+        reducer = self._reducer
         if reducer.hook is not None:
-            agree_on_used([True] * len(self.params), reduction, self.params[0].device)
-        else:
-            for plan, marks in zip(reducer.buckets.plan, reduced, strict=True):
-                _check_marks(reduction, marks, plan.dtype)
+            agree_on_used([True] * len(self.params), self._reduction, self.params[0].device)
+        self._begun = None
         reducer.expected.is_open = reducer.graph_backward is not None  # else autograd hands over nothing
         reducer.end_in_graph(self._order)
         self.refresh()

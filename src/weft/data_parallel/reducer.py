@@ -139,10 +139,10 @@ class Reducer:
             self.members, order, self.caps, keeps_buffers=self.keeps_buffers, is_greedy=self.is_greedy
         )
 
-    def plan_for_graphs(self, caps: BucketCaps) -> None:
-        """Fill buckets to their caps from now on, as all ranks do whose module is compiled."""
-        if not self.is_greedy or caps != self.caps:
-            self.caps, self.is_greedy = caps, True
+    def replan(self, caps: BucketCaps, *, is_greedy: bool) -> None:
+        """Go on with buckets of these sizes, as all ranks do."""
+        if (caps, is_greedy) != (self.caps, self.is_greedy):
+            self.caps, self.is_greedy = caps, is_greedy
             self._adopt(self.buckets.order)
 
     def renew(self) -> None:

@@ -1,24 +1,27 @@
-"""Marked gradients become buckets that are reduced in the graph: by concatenation, or as one op over a list.
+"""Marked gradients become buckets that are reduced in the graph.
 
 Before, for each parameter:  marked = mark_gradient(g)
+After, in buffers:           b1 = send_bucket([g1, g2, ...]);  receive_buckets([b1, ...]);  g1' = view of b1; ...
 After, by concatenation:     wide = wait(all_reduce(cat(g1 / n, g2 / n, ..., marks)));  g1' = view of wide; ...
 After, coalesced:            [h1, h2, ..., marks'] = all_reduce_coalesced([g1 / n, g2 / n, ..., marks]);  g1' = wait(h1); ...
 
-The flat form is what the reducer sends without a compiler, to the number: a rank that runs a step without its
-graph takes part all the same.
+Buffers are the reducer's own, and its own collectives and hooks move them: nothing is allocated, and on a local
+group nothing is copied to be sent. The other two are ops that compilers know. The flat forms are what the
+reducer sends without a compiler, to the number: a rank that runs a step without its graph takes part all the
+same.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from weft.compiler.graphs import WAIT, add_call, c10d, last_of, places, value_of
-from weft.compiler.ops import BEGIN, END
+from weft.compiler.ops import BEGIN, END, RECEIVE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.compiler.schedule import Bucket, Slot, Wire, encode_schedule
 
@@ -34,6 +37,28 @@ def bucket_by_concat(graph: fx.Graph, found: Reducible) -> int:
 def bucket_by_coalescing(graph: fx.Graph, found: Reducible) -> int:
     """Reduce each bucket as a list of tensors; how many there are."""
     return _bucket(graph, found, _reduce_list)
+
+
+def bucket_in_buffers(graph: fx.Graph, found: Reducible) -> int:
+    """Let the owner reduce each bucket in its own memory, by its hook if it has one; how many there are."""
+    place = places(graph)
+    gradients = {index: node.args[0] for index, node in found.marks.items()}
+    order = sorted(gradients, key=lambda index: place[gradients[index]])  # type: ignore[index]
+    schedule = encode_schedule(found.buckets, order)
+    flats: list[fx.Node] = []
+    for number, bucket in enumerate(found.buckets):
+        inside = [gradients[slot.index] for slot in bucket.slots]
+        after = flats[-1] if flats else None  # so that no compiler changes the order
+        with graph.inserting_before(_output(graph)):
+            flats.append(add_call(graph, SEND, inside, after, found.owner, number, schedule))
+    with graph.inserting_before(_output(graph)):
+        add_call(graph, RECEIVE, flats, found.owner)
+        for bucket, flat in zip(found.buckets, flats, strict=True):
+            for slot, piece in _take_apart(graph, bucket, flat):
+                found.marks[slot.index].replace_all_uses_with(piece)
+    for node in found.marks.values():
+        graph.erase_node(node)
+    return len(found.buckets)
 
 
 Form = Callable[[fx.Graph, "_Job"], tuple[dict[int, fx.Node], fx.Node]]
@@ -99,12 +124,15 @@ def _reduce_flat(graph: fx.Graph, job: _Job) -> tuple[dict[int, fx.Node], fx.Nod
     waited = add_call(graph, WAIT, launched)
     marks = add_call(graph, aten.slice.Tensor, waited, 0, *_tail_range(bucket, wire))
     wide = waited if wire.dtype is None else add_call(graph, CONVERT, waited, bucket.dtype)
-    results: dict[int, fx.Node] = {}
+    return {slot.index: piece for slot, piece in _take_apart(graph, bucket, wide)}, marks
+
+
+def _take_apart(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> Iterator[tuple[Slot, fx.Node]]:
+    """The gradients of a bucket, as views of it."""
     start = 0
     for slot in bucket.slots:
-        results[slot.index] = _unflatten(graph, wide, slot, start)
+        yield slot, _unflatten(graph, flat, slot, start)
         start += slot.numel
-    return results, marks
 
 
 def _tail_range(bucket: Bucket, wire: Wire) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from weft.compiler.graphs import LAUNCHES, WAIT, calls, places
-from weft.compiler.ops import BEGIN, END, MARK, REDUCE
+from weft.compiler.ops import BEGIN, END, MARK, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.errors import InternalError
 
@@ -19,7 +19,10 @@ def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
     _check_marks(graph, found)
     _check_order(graph)
     for launch in (node for node in graph.nodes if node.target in LAUNCHES):
-        _check_waits(launch)
+        if launch.target is SEND:
+            _check_received(launch)
+        else:
+            _check_waits(launch)
 
 
 def _check_marks(graph: fx.Graph, found: Sequence[Reducible]) -> None:
@@ -27,10 +30,25 @@ def _check_marks(graph: fx.Graph, found: Sequence[Reducible]) -> None:
     for node in calls(graph, MARK, REDUCE):
         if node.args[1] in owners:
             raise InternalError(f"gradient {node.args[2]} of a compiled module was left out of its bucket")
-    for op, word in ((BEGIN, "begins"), (END, "ends")):
-        told = [node.args[0 if op is BEGIN else 1] for node in calls(graph, op)]
-        if sorted(told) != sorted(owners):  # type: ignore[type-var]
-            raise InternalError(f"a graph {word} reductions of {told}, and has gradients of {owners}")
+    for reducible in found:
+        _check_reduction(graph, reducible)
+
+
+def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
+    """One begin and one end, or each bucket sent once and in order, and received after that."""
+    begun = [node for node in calls(graph, BEGIN) if node.args[0] == found.owner]
+    ended = [node for node in calls(graph, END) if node.args[1] == found.owner]
+    sent = [node.args[3] for node in calls(graph, SEND) if node.args[2] == found.owner]
+    received = [node for node in calls(graph, RECEIVE) if node.args[1] == found.owner]
+    is_in_graph = (len(begun), len(ended), len(sent), len(received)) == (1, 1, 0, 0)
+    is_in_buffers = (len(begun), len(ended), len(received)) == (0, 0, 1) and sent == list(
+        range(len(found.buckets))
+    )
+    if not (is_in_graph or is_in_buffers):
+        raise InternalError(
+            f"a graph begins {len(begun)} and ends {len(ended)} reductions, sends buckets {sent} and receives "
+            f"{len(received)} times: the gradients of {len(found.buckets)} buckets are to be reduced once."
+        )
 
 
 def _check_order(graph: fx.Graph) -> None:
@@ -39,6 +57,15 @@ def _check_order(graph: fx.Graph) -> None:
         late = [below for below in node.all_input_nodes if place[below] >= place[node]]
         if late:
             raise InternalError(f"a pass put {node} before {late[0]}, which it needs")
+
+
+def _check_received(sent: fx.Node) -> None:
+    """A bucket is not read before it was received."""
+    users = [user for user in sent.users if user.target is not SEND]
+    received = [user for user in users if user.target is RECEIVE]
+    place = places(sent.graph)
+    if len(received) != 1 or any(place[user] < place[received[0]] for user in users):
+        raise InternalError(f"{sent} is used before it was received")
 
 
 def _check_waits(launch: fx.Node) -> None:

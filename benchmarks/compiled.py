@@ -1,0 +1,165 @@
+"""How long is a compiled step under weft's replicate, against torch's compiled DDP and weft uncompiled?
+
+The models, the step and the check of gradients are those of data_parallel.py: float32, one thread a rank, two
+ranks. Everything that is compiled goes through Inductor.
+
+`torch` is torch's DDP compiled with its defaults (the graph is split at buckets), `torch view` the same with
+gradient_as_bucket_view=True; goals are against the faster of the two. `eager gloo` and `eager local` are
+weft's replicate as it is, `weft gloo` and `weft local` the same compiled, `alone` is the compiled bare module.
+
+Compile times are those of a first step, forward and backward, without caches, in turns with the bare module.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data_parallel import Model, check_gradients, make_gpt, make_mlp, make_step, mean_gradients
+from harness import (
+    Candidate,
+    CaseResult,
+    Schedule,
+    announce,
+    check_options,
+    choose,
+    measure,
+    question_parser,
+)
+from ranks import run_ranks
+from report import Goal, Report, describe_machine, judge, publish
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import weft
+
+NUM_RANKS = 2
+COMPILE_LIMIT = 1.15
+TORCHS = ("torch", "torch view")
+
+MODELS = [
+    Model("MLP 4x2000", make_mlp, 0.6, 0.9, 5),
+    Model("GPT 13.8 M", make_gpt, 0.6, 0.9, 5),
+]
+
+
+def plan_goals(model: Model, best: str) -> list[Goal]:
+    """What is asked of a case, against the fastest of torch's."""
+    return [
+        Goal(model.name, "weft gloo", best, model.gloo_limit),
+        Goal(model.name, "weft local", best, model.local_limit),
+        Goal(model.name, "weft gloo", "eager gloo", 1.0),
+        Goal(model.name, "weft local", "eager local", 1.0),
+        Goal(model.name, "weft local", "alone", None),
+    ]
+
+
+# -- on the ranks ------------------------------------------------------------------
+
+
+def measure_models(models: Sequence[Model], num_rounds: int, is_quick: bool) -> list[CaseResult]:
+    """Measure the models, one after the other. Every rank calls it."""
+    gloo = dist.new_group(backend="gloo")
+    results: list[CaseResult] = []
+    for model in models:
+        announce(model.name)
+        schedule = Schedule(1, 2) if is_quick else Schedule(num_rounds, model.num_calls)
+        results.append(CaseResult("compiled", model.name, measure(make_candidates(model, gloo), schedule)))
+    return results
+
+
+def make_candidates(model: Model, gloo: Any) -> dict[str, Candidate]:
+    torch.manual_seed(0)
+    bare, _ = model.make()
+    torch.manual_seed(1 + dist.get_rank())
+    _, batch = model.make()
+
+    def replicated(group: Any) -> nn.Module:
+        return weft.replicate(copy.deepcopy(bare), process_group=group)
+
+    def torchs(**options: Any) -> nn.Module:
+        return TorchDDP(copy.deepcopy(bare), process_group=gloo, **options)
+
+    modules: dict[str, nn.Module] = {
+        "alone": torch.compile(copy.deepcopy(bare)),
+        "torch": torch.compile(torchs()),
+        "torch view": torch.compile(torchs(gradient_as_bucket_view=True)),
+        "eager gloo": replicated(gloo),
+        "eager local": replicated(None),
+        "weft gloo": torch.compile(replicated(gloo)),
+        "weft local": torch.compile(replicated(None)),
+    }
+    wanted = mean_gradients(copy.deepcopy(bare), batch)
+    for name, module in modules.items():
+        if name == "alone":
+            make_step(module, batch)()
+        else:
+            check_gradients(name, module, batch, wanted)
+    return {name: make_step(module, batch) for name, module in modules.items()}
+
+
+# -- compile times -----------------------------------------------------------------
+
+
+def time_compiling(models: Sequence[Model], num_rounds: int) -> dict[str, float]:
+    """First steps of the compiled replicated module over those of the compiled bare one, medians."""
+    ratios: dict[str, float] = {}
+    for model in models:
+        announce(f"compile time, {model.name}")
+        times: dict[str, list[float]] = {"alone": [], "weft": []}
+        for _ in range(num_rounds):
+            for name, found in times.items():
+                torch.compiler.reset()
+                module, batch = model.make()
+                if name == "weft":
+                    module = weft.replicate(module)
+                    module(batch).sum().backward()  # ties between ranks are not compiling
+                step = make_step(torch.compile(module), batch)
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                found.append(time.perf_counter() - begin)
+        ratios[model.name] = median(times["weft"]) / median(times["alone"])
+    return ratios
+
+
+# -- the command -------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = question_parser(__doc__.splitlines()[0])
+    options = parser.parse_args()
+    check_options(parser, options)
+    models = choose(parser, options, MODELS)
+    results = run_ranks(measure_models, NUM_RANKS, models, options.rounds, options.quick, mpiexec=None)
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    compiling = run_ranks(time_compiling, NUM_RANKS, models, 1 if options.quick else 3, mpiexec=None)
+    goals = [
+        goal
+        for model, result in zip(models, results, strict=True)
+        for goal in plan_goals(model, best_of(result))
+    ]
+    notes = [
+        f"compile time, {name}, over the bare module's: {ratio:.3f} (at most {COMPILE_LIMIT})"
+        for name, ratio in compiling.items()
+    ]
+    if options.quick:
+        notes.append("--quick shows that it runs. These numbers mean nothing.")
+    report = Report("compiled", results, judge(goals, results), describe_machine(), notes)
+    publish(report, is_saved=options.save)
+
+
+def best_of(result: CaseResult) -> str:
+    """The fastest of torch's settings."""
+    return min(TORCHS, key=lambda name: result.summaries[name].median_secs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Compiled training of models of every kind, each against its eager twin and a bare one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.compile_bodies import made
+from tests.compile_bodies.pairs import Pair, fresh, inner, make_rows
+
+WRAPS = ("replicate", "ddp")
+
+
+def each_wrap(body: Callable[[str], None]) -> None:
+    for wrap in WRAPS:
+        fresh()
+        body(wrap)
+
+
+def checkpointing(wrap: str) -> None:
+    Pair(made.checkpointed, wrap).train()
+
+
+def tied_parameters(wrap: str) -> None:
+    Pair(made.tied, wrap).train()
+
+
+def graph_break(wrap: str) -> None:
+    Pair(made.broken, wrap, fullgraph=False).train()
+
+
+def frozen_parameters(wrap: str) -> None:
+    pair = Pair(made.frozen, wrap)
+    pair.train()
+    assert inner(pair.under, wrap)[1].weight.grad is None
+
+
+def channels_last(wrap: str) -> None:
+    pair = Pair(made.conv, wrap)
+    pair.train(loss=made.image_loss)
+    assert inner(pair.under, wrap).conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def many_dtypes(wrap: str) -> None:
+    pair = Pair(made.many_dtypes, wrap)
+    for salt in range(3):
+        pair.zero_grad()
+        pair.backward(salt)
+        pair.check(with_bare=False)
+        for (name, param), right in zip(
+            inner(pair.under, wrap).named_parameters(), pair.bare.parameters(), strict=True
+        ):
+            assert param.grad is not None
+            assert right.grad is not None
+            assert param.grad.dtype == param.dtype
+            # Sums of two in bfloat16 may round differently; a missing rank is far more.
+            largest = float(right.grad.abs().max())
+            torch.testing.assert_close(param.grad, right.grad, rtol=0, atol=0.02 * largest, msg=name)
+        pair.update()
+
+
+def buckets_and_views(wrap: str) -> None:
+    for cap in (0.0001, 25):
+        for view in (False, True):
+            fresh()
+            Pair(wrap=wrap, bucket_cap_mb=cap, gradient_as_bucket_view=view).train()
+
+
+def every_rank(tensor: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def batch_norm(wrap: str) -> None:
+    """Forward begins with rank 0's buffers, on every rank."""
+    pair = Pair(made.normed, wrap)
+    pair.train(steps=4)
+    for name, buffer in inner(pair.under, wrap).named_buffers():
+        assert torch.equal(buffer, inner(pair.plain, wrap).get_buffer(name)), name
+    for model in (pair.plain, pair.under):
+        model.eval()
+    rows = make_rows(dist.get_rank(), 9)
+    with torch.no_grad():
+        assert torch.equal(pair.compiled(rows), pair.plain(rows))
+    for name, buffer in inner(pair.under, wrap).named_buffers():
+        assert all(torch.equal(buffer, other) for other in every_rank(buffer)), name
+
+
+def branch_loss(*names_of_rank: str) -> Callable[..., Tensor]:
+    """Each rank's own branches; the last entry is for all further ranks."""
+
+    def loss(model: Any, salt: int, rank: int | None = None) -> Tensor:
+        rank = dist.get_rank() if rank is None else rank
+        names = names_of_rank[min(rank, len(names_of_rank) - 1)]
+        return model(make_rows(rank, salt), names).square().mean()
+
+    return loss
+
+
+def unused_parameters(wrap: str) -> None:
+    """One that some rank used gets the mean, one that none used keeps its gradient: None stays None."""
+    pair = Pair(made.branches, wrap)
+    for salt, names in enumerate(
+        [("ab", "ac"), ("ab", "ac"), ("b", "b"), ("a", ""), ("abc", "c"), ("a", "")]
+    ):
+        pair.step(salt, branch_loss(*names))
+
+
+def unused_keeps_what_it_had(wrap: str) -> None:
+    """Gradients are not zeroed: what no rank used is left as it is, the rest adds up."""
+    pair = Pair(made.branches, wrap, is_exact=False)
+    for salt, names in enumerate([("abc", "ab"), ("a", "b"), ("b", "b")]):
+        pair.backward(salt, branch_loss(*names))
+        pair.check()
+
+
+def ranks_agree(wrap: str) -> None:
+    pair = Pair(wrap=wrap)
+    pair.train(steps=2)
+    for name, param in inner(pair.under, wrap).named_parameters():
+        assert all(torch.equal(param, other) for other in every_rank(param.detach())), name
+
+
+BODIES = [
+    checkpointing,
+    tied_parameters,
+    graph_break,
+    frozen_parameters,
+    channels_last,
+    many_dtypes,
+    buckets_and_views,
+    batch_norm,
+    unused_parameters,
+    unused_keeps_what_it_had,
+    ranks_agree,
+]
