@@ -73,20 +73,20 @@ class ManyDtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.double, self.single, self.half = linears(3)
-        self.double.double()
-        self.single.float()
-        self.half.bfloat16()
+        self.wide, self.middle, self.narrow = linears(3)
+        self.wide.double()
+        self.middle.float()
+        self.narrow.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.double(x))
-        x = torch.tanh(self.single(x.float()))
-        return self.half(x.bfloat16()).double()
+        x = torch.tanh(self.wide(x))
+        x = torch.tanh(self.middle(x.float()))
+        return self.narrow(x.bfloat16()).double()
 
 
 def many_dtypes() -> nn.Module:
     model = ManyDtypes()
-    for seed, layer in enumerate((model.double, model.single, model.half)):
+    for seed, layer in enumerate((model.wide, model.middle, model.narrow)):
         filled(layer, seed, layer.weight.dtype)
     return model
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.compile_bodies import everyday
@@ -17,3 +19,33 @@ WRAPS = pytest.mark.parametrize("wrap", ["replicate", "ddp"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_steps(wrap: str, backend: str, fullgraph: bool, group: str) -> None:
     shared_pool(2).run(everyday.steps, args=(wrap, backend, fullgraph), backend=group, timeout=120)
+
+
+@GROUPS
+@WRAPS
+@pytest.mark.parametrize("kind", ["torch", "weft"])
+@pytest.mark.parametrize(
+    "body", [everyday.every_backward, everyday.backward_only, everyday.forward_and_backward_in_one]
+)
+def test_traced_backward(body: Callable[[str, str], None], kind: str, wrap: str, group: str) -> None:
+    shared_pool(2).run(body, args=(wrap, kind), backend=group, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind", "group"),
+    [("replicate", "plain", "gloo"), ("ddp", "plain", "weft"), ("ddp", "torch", "gloo")],
+)
+def test_inductor(wrap: str, kind: str, group: str) -> None:
+    shared_pool(2).run(everyday.with_inductor, args=(wrap, kind), backend=group, timeout=150)
+
+
+@WRAPS
+@pytest.mark.parametrize("body", [everyday.optimizers, everyday.compiled_from_outside])
+def test_loops(body: Callable[[str], None], wrap: str) -> None:
+    shared_pool(2).run(body, args=(wrap,), backend="gloo", timeout=120)
+
+
+@GROUPS
+@WRAPS
+def test_four_ranks(wrap: str, group: str) -> None:
+    shared_pool(4).run(everyday.steps, args=(wrap, "aot_eager", True), backend=group, timeout=150)

@@ -106,6 +106,13 @@ def exchanged(
     return collectives.all_to_all_single(out, flat, output_splits, input_splits, group, feature=feature)
 
 
+def done(result: torch.Tensor) -> Handle[torch.Tensor]:
+    """A handle of what needed no collective."""
+    if torch.compiler.is_compiling():
+        return traced.TracedHandle(lambda: result)  # type: ignore[return-value]
+    return Handle.done(result)
+
+
 def _is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

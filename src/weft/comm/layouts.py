@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
-from weft.comm.fresh import all_gathered, all_reduced, exchanged, reduce_scattered
+from weft.comm.fresh import all_gathered, all_reduced, done, exchanged, reduce_scattered
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
 from weft.errors import UnsupportedError
@@ -59,7 +59,7 @@ def launch_move(
     rank of the group calls.
     """
     if have == want or group.size() == 1:
-        return Handle.done(local)
+        return done(local)
     # By type: torch's placements take ten times as long to say what they are instances of.
     if type(have) is Partial and type(want) is Replicate and have.reduce_op == "sum":
         return all_reduced(local, group=group, feature=feature, is_ours=is_ours, is_waited=is_waited)
@@ -83,7 +83,7 @@ def launch_move(
     assert isinstance(want, Shard)
     part = cut(local, want.dim % local.ndim, group.size(), state_of(group).rank)
     # Memory of its own: who gets it may write to it, and the whole may be freed.
-    return Handle.done(part.clone(memory_format=torch.contiguous_format))
+    return done(part.clone(memory_format=torch.contiguous_format))
 
 
 def local_in(tensor: DTensor, placements: Sequence[Placement], *, feature: str = "user") -> torch.Tensor:

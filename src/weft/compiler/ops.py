@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,12 @@ from weft.errors import StateError
 
 class GradientOwner(Protocol):
     """Who answers for the gradients of some parameters."""
+
+    wire: str  # how they travel, encoded
+
+    def parameters(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """The parameters, with the indices by which graphs name them."""
+        ...
 
     def buckets(self) -> Sequence[Bucket]:
         """In which buckets graphs reduce them, in this order; none where they can't."""
@@ -170,11 +176,13 @@ END: Any = torch.ops.weft.end_reduction.default
 
 
 class Marked(torch.autograd.Function):
-    """Parameters as they are, with a mark on each gradient. One function for all: tracing many takes long."""
+    """Parameters as they are, with a mark on the gradient of each: `apply(owner, wire, indices, *params)`."""
 
     @staticmethod
-    def forward(ctx: Any, owner: int, wire: str, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.owner, ctx.wire = owner, wire
+    def forward(
+        ctx: Any, owner: int, wire: str, indices: Sequence[int], *params: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.owner, ctx.wire, ctx.indices = owner, wire, indices
         ctx.set_materialize_grads(False)
         return tuple(param.view_as(param) for param in params)
 
@@ -182,6 +190,6 @@ class Marked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         marked = [
             None if gradient is None else torch.ops.weft.mark_gradient(gradient, ctx.owner, index, ctx.wire)
-            for index, gradient in enumerate(gradients)
+            for index, gradient in zip(ctx.indices, gradients, strict=True)
         ]
-        return (None, None, *marked)
+        return (None, None, None, *marked)

@@ -1,7 +1,7 @@
 """Code that Dynamo traces, and what it may do while it traces.
 
 Private names of torch, used here and nowhere else: `torch._dynamo.comptime`,
-`torch._guards.CompileContext` and compiled autograd's flag.
+`torch._guards.CompileContext` and `TracingContext`, and compiled autograd's flag.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ def current_trace() -> object:
     from torch._guards import CompileContext
 
     return CompileContext.current_compile_id()
+
+
+def note_owner(number: int, owner: Any) -> None:
+    """While code is traced: an owner's parameters shall be marked in the graph that comes of it."""
+    owners_here()[number] = owner
+
+
+def owners_here() -> dict[int, Any]:
+    """The owners that were noted in the tracing, or compiling, under way."""
+    from torch._guards import TracingContext
+
+    context: Any = TracingContext.try_get()
+    if context is None:
+        return {}
+    return vars(context).setdefault("_weft_owners", {})
 
 
 def is_backward_traced() -> bool:

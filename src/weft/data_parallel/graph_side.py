@@ -1,16 +1,15 @@
 """A replicated module in a compiled graph: marks on its gradients, and what the graph that reduces them asks.
 
-While Dynamo traces the module's forward its parameters are replaced by themselves with a mark on their
-gradients (weft.compiler.ops). The compiled backward then reduces them in buckets, tells the reducer so, and hands
-means to autograd. Where it can't, the marks tell nobody anything and the reducer does its work as ever.
-Buckets and what they carry are the same both ways.
+Where Dynamo traces the module's forward, its parameters get marks on their gradients (weft.compiler.ops). The
+compiled backward then reduces them in buckets, tells the reducer so, and hands means to autograd. Where it
+can't, the reducer does its work as ever. Buckets and what they carry are the same both ways.
 """
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from weft.comm.group import resolve_group, state_of
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from weft.comm_hooks.mean import FEATURE, only_tensor
-from weft.compiler import Bucket, Marked, Slot, Wire, current_trace, enlist, install, settings
+from weft.compiler import Bucket, Slot, Wire, current_trace, enlist, install, note_owner, settings
 from weft.compiler.settings import form_in_force
 from weft.data_parallel.bucket_set import agree_on_used
 from weft.data_parallel.buckets import Reduction, call_hook
@@ -50,50 +49,41 @@ class GraphSide:
         self.is_idle = False  # there is nothing to reduce
         self.is_fit = False  # graphs can reduce these gradients
         self.is_broken = False  # the module's forward doesn't fit into one graph
-        self.is_swapped = False
+        self.is_inside = False  # a forward is under way that a graph has marks of
         self.wire = ""
         self.first_rank = state_of(reducer.group).ranks[0]
         self.syncs_buffers = bool(parts.buffer_slots) and syncs_buffers
         self.params = [member.param for member in reducer.members]
-        index_of = {id(param): index for index, param in enumerate(self.params)}
-        self.slots = [(owner, name, index_of[id(param)], param) for owner, name, param in parts.slots]
         self._begun: Reduction | None = None
         self._order: Sequence[int] = ()
         self._trace: object = None
         self._is_seen = False  # by any graph
         myself = weakref.ref(self)
-        self.note_swap_in = _later(myself, GraphSide._note_swap_in)
-        self.note_swap_out = _later(myself, GraphSide._note_swap_out)
+        self.note_before = _later(myself, GraphSide._note_before)
+        self.note_marked = _later(myself, GraphSide._note_marked)
+        self.note_after = _later(myself, GraphSide._note_after)
 
-    # Traced
+    def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters, by index."""
+        return iter(enumerate(self.params))
 
-    def swap_in(self) -> None:
-        """Put marked parameters in place of the module's. Traced."""
-        marked = Marked.apply(self.number, self.wire, *self.params)
-        for owner, name, index, _ in self.slots:
-            owner[name] = marked[index]  # type: ignore[index]
-        self.is_swapped = True
+    # While a forward is traced
 
-    def swap_out(self) -> None:
-        """Put the module's parameters back. Traced, or not where the graph was broken on the way."""
-        for owner, name, _, param in self.slots:
-            owner[name] = param  # type: ignore[assignment]
-        self.is_swapped = False
-
-    # While it is traced
-
-    def _note_swap_in(self) -> None:
+    def _note_before(self) -> None:
         install()
         self.listen()
         self._trace = current_trace()
 
-    def _note_swap_out(self) -> None:
+    def _note_marked(self) -> None:
+        note_owner(self.number, self)
+
+    def _note_after(self) -> None:
         if current_trace() != self._trace:
             self.is_broken = True
 
     def break_off(self) -> None:
         """A forward that was traced at its start ends outside of any graph."""
-        self.swap_out()
+        self.is_inside = False
         self.is_broken = True
         self._reducer.has_left = True
 

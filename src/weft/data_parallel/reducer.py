@@ -154,7 +154,7 @@ class Reducer:
         """A forward has been made; its backward shall reduce, or not."""
         self.check_whole()
         self.expected.is_synced = is_synced
-        self.expected.is_open = True
+        self.expected.is_open, self.expected.is_traced = True, False
 
     def check_whole(self) -> None:
         """Notice a backward that failed and clear what it left. The next one tells if ranks are in step."""
@@ -417,7 +417,7 @@ class Reducer:
         if self.has_rebuilt and not is_late and not step.streams.are_several:
             return
         arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
-        self._learn_plan(arrivals)
+        self._learn_plan(self.buckets.order if self.expected.is_traced else arrivals)
         if step.streams.are_several:
             self._listener.listen(range(len(self.members)))  # each must say on which it comes
         # A backward that nothing announces can be noticed by any parameter: then all must call.

@@ -114,8 +114,7 @@ class Replica:
         return self._moved(args, kwargs)
 
     def _before_eager_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if self.graph.is_swapped:
-            self.graph.swap_out()  # a forward failed between two graphs
+        self.graph.is_inside = False  # a forward before this one may have failed
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
             self.parts.check_frozen()
@@ -177,7 +176,7 @@ class Replica:
         return output
 
     def _after_eager_forward(self, output: Any) -> Any:
-        if self.graph.is_swapped:
+        if self.graph.is_inside:
             self.graph.break_off()
         if not torch.is_grad_enabled():
             if current_backward() is None and not self.owner._join_config.enable:
@@ -197,16 +196,15 @@ class Replica:
     # In a graph: only what can be traced, on plain attributes
 
     def _before_traced_forward(self) -> None:
-        at_trace(self.graph.note_swap_in)
-        if self.graph.is_idle or not torch.is_grad_enabled():
-            if self.was_synced and self.graph.syncs_buffers:
-                self._sync_traced_buffers()
-            return
-        if self.was_synced and self.graph.syncs_buffers:
+        graph = self.graph
+        at_trace(graph.note_before)
+        if self.was_synced and graph.syncs_buffers:
             self._sync_traced_buffers()
-        is_fit = self.graph.is_fit and not self.graph.is_broken
-        if is_fit and self.wants_sync and not self.reducer.expected.has_unsynced:
-            self.graph.swap_in()
+        if graph.is_idle or graph.is_broken or not torch.is_grad_enabled():
+            return
+        if graph.wire and self.wants_sync and not self.reducer.expected.has_unsynced:
+            at_trace(graph.note_marked)
+            graph.is_inside = True
 
     def _sync_traced_buffers(self) -> None:
         if self.group.size() == 1:
@@ -218,9 +216,9 @@ class Replica:
                 comm.broadcast(buffer, first, self.group, feature=FEATURE).wait()
 
     def _after_traced_forward(self) -> None:
-        if self.graph.is_swapped:
-            at_trace(self.graph.note_swap_out)
-            self.graph.swap_out()
+        if self.graph.is_inside:
+            at_trace(self.graph.note_after)
+            self.graph.is_inside = False
             if self.graph.is_broken:
                 self.reducer.has_left = True
         if not torch.is_grad_enabled():
@@ -228,7 +226,7 @@ class Replica:
         elif not self.graph.is_idle:
             self.was_synced = self.wants_sync
             self.reducer.expected.is_synced = self.wants_sync
-            self.reducer.expected.is_open = True
+            self.reducer.expected.is_open = self.reducer.expected.is_traced = True
 
     # Options that change
 

@@ -31,6 +31,7 @@ class Expectation:
     def __init__(self) -> None:
         self.is_synced = True  # the backward shall reduce
         self.is_open = False  # it is still to come
+        self.is_traced = False  # gradients come all at once: their order tells nothing
         self.has_unsynced = False  # gradients of this rank alone wait for the next reduction
         self.owner = -1  # what graphs of compiled autograd call the reducer's gradients by
         self.wire = ""

@@ -122,6 +122,8 @@ def whole_size_of(
 
 def as_result(local: torch.Tensor) -> torch.Tensor:
     """What an autograd function made, so that users may write to it: not as a view, which they couldn't."""
+    if torch.compiler.is_compiling():  # a graph has no views that could be written to
+        return local
     return torch.ops.aten._unsafe_view(local, local.shape) if local._is_view() else local
 
 

@@ -74,6 +74,8 @@ class LinearCall:
 
     def layouts(self, ndim: int) -> CallLayouts:
         """The layouts for an input of so many dims."""
+        if torch.compiler.is_compiling():  # what is traced now would differ from what is traced next
+            return self._find_layouts(ndim)
         found = self._by_ndim.get(ndim)
         if found is None:
             found = self._by_ndim[ndim] = self._find_layouts(ndim)

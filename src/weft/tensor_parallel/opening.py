@@ -20,6 +20,8 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 def open_param(param: Any, grad_layout: Placement, axis: Axis) -> torch.Tensor:
     """What this rank holds of a parameter, for autograd too: its gradient is a DTensor in `grad_layout`."""
+    if torch.compiler.is_compiling():  # Dynamo knows DTensor's own way
+        return param.to_local(grad_placements=[grad_layout])
     return _Open.apply(param, grad_layout, axis)  # type: ignore[no-any-return]
 
 
