@@ -5,7 +5,7 @@ ranks. Everything that is compiled goes through Inductor.
 
 `torch` is torch's DDP compiled with its defaults (the graph is split at buckets), `torch view` the same with
 gradient_as_bucket_view=True; goals are against the faster of the two. `eager gloo` and `eager local` are
-weft's replicate as it is, `weft gloo` and `weft local` the same compiled, `alone` is the compiled bare module.
+weft's replicate as it is, `weft gloo` and `weft local` the same compiled, `alone` is the compiled module.
 
 Compile times are those of a first step, forward and backward, without caches, in turns with the bare module.
 """
@@ -87,7 +87,7 @@ def make_candidates(model: Model, gloo: Any) -> dict[str, Candidate]:
     def torchs(**options: Any) -> nn.Module:
         return TorchDDP(copy.deepcopy(bare), process_group=gloo, **options)
 
-    modules: dict[str, nn.Module] = {
+    modules: dict[str, Any] = {
         "alone": torch.compile(copy.deepcopy(bare)),
         "torch": torch.compile(torchs()),
         "torch view": torch.compile(torchs(gradient_as_bucket_view=True)),
@@ -121,7 +121,8 @@ def time_compiling(models: Sequence[Model], num_rounds: int) -> dict[str, float]
                 if name == "weft":
                     module = weft.replicate(module)
                     module(batch).sum().backward()  # ties between ranks are not compiling
-                step = make_step(torch.compile(module), batch)
+                compiled: Any = torch.compile(module)
+                step = make_step(compiled, batch)
                 dist.barrier()
                 begin = time.perf_counter()
                 step()

@@ -1,23 +1,32 @@
-"""Compiled graphs: gradients marked while the forward is traced, reduced in the backward by passes over it."""
+"""Compiled graphs: gradients are marked before autograd is traced and reduced by passes over the backward."""
 
+from weft.compiler.backend import backend
+from weft.compiler.explain import Explanation, Launch, explain
 from weft.compiler.install import install
 from weft.compiler.ops import GradientOwner, enlist
 from weft.compiler.pipeline import PASSES, Work, run_passes
 from weft.compiler.schedule import Bucket, Slot, Wire
-from weft.compiler.settings import Settings, settings
+from weft.compiler.settings import Settings, form_in_force, settings
+from weft.compiler.traced_backward import autograd
 from weft.compiler.tracing import at_trace, current_trace, is_backward_traced, is_tracing, note_owner
 
 __all__ = [
     "PASSES",
     "Bucket",
+    "Explanation",
     "GradientOwner",
+    "Launch",
     "Settings",
     "Slot",
     "Wire",
     "Work",
     "at_trace",
+    "autograd",
+    "backend",
     "current_trace",
     "enlist",
+    "explain",
+    "form_in_force",
     "install",
     "is_backward_traced",
     "is_tracing",

@@ -3,8 +3,8 @@
 `mark_gradient` is in the backward of every parameter of a compiled replicated module. It changes nothing: it
 tells the passes which gradient this is. Where they reduce it in the graph, `begin_reduction` and
 `end_reduction` tell its owner so when the graph runs. Where they don't (another backend, a graph that holds
-a part of the module only), the owner hears that they are left to it, if anything, and reduces the gradient when autograd hands them
-over, as without a compiler. So a gradient can't be left out by mistake.
+a part of the module only) the owner reduces them when autograd hands them over, as without a compiler. So a
+gradient can't be left out by mistake.
 
 `reduce_gradient` is in a backward that compiled autograd has traced. There is nobody behind it: it reduces.
 """
@@ -29,6 +29,10 @@ class GradientOwner(Protocol):
 
     def parameters(self) -> Iterable[tuple[int, torch.Tensor]]:
         """The parameters, with the indices by which graphs name them."""
+        ...
+
+    def listen(self) -> None:
+        """Be ready for a backward that compiled autograd traces."""
         ...
 
     def buckets(self) -> Sequence[Bucket]:
@@ -74,13 +78,18 @@ def enlist(owner: GradientOwner) -> int:
     return number
 
 
+def live_owners() -> list[GradientOwner]:
+    """All owners there are."""
+    return list(_owners.values())
+
+
 def owner_of(number: int) -> GradientOwner:
     """The owner with this number."""
     owner = _owners.get(number)
     if owner is None:
         raise StateError(
-            "a compiled backward ran after the module that it was compiled for was dropped. Keep the module as "
-            "long as its outputs."
+            "a compiled backward ran after the module that it was compiled for was dropped. Keep the module "
+            "as long as its outputs."
         )
     return owner
 

@@ -1,4 +1,4 @@
-"""What a compiled backward is told about gradients: who reduces them, in which buckets, over which wire. Pure data.
+"""What a compiled backward is told about gradients: in which buckets they go, and over which wire. Pure.
 
 The owner of gradients (a replicated module's reducer) says these; passes only follow. All of it is in the
 graph as constants, so that a graph that comes from Inductor's cache says the same.
@@ -18,6 +18,7 @@ import torch
 class Wire:
     """How gradients travel: the mean over a group, in their own dtype or in a narrower one."""
 
+    owner: int  # whose gradients they are: graphs of one owner are not another's
     group: str  # its name, by which graphs find it
     size: int
     dtype: torch.dtype | None = None  # narrower than the gradients'; None: their own
@@ -28,13 +29,15 @@ class Wire:
     def encode(self) -> str:
         """As a constant of the graph."""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return json.dumps([self.group, self.size, dtype, self.plan, self.has_marks, self.is_plain])
+        return json.dumps(
+            [self.owner, self.group, self.size, dtype, self.plan, self.has_marks, self.is_plain]
+        )
 
     @staticmethod
     def decode(text: str) -> Wire:
         """From a constant of the graph."""
-        group, size, dtype, *rest = json.loads(text)
-        return Wire(group, size, getattr(torch, dtype) if dtype else None, *rest)
+        owner, group, size, dtype, *rest = json.loads(text)
+        return Wire(owner, group, size, getattr(torch, dtype) if dtype else None, *rest)
 
 
 @dataclass(frozen=True, slots=True)

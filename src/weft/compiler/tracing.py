@@ -26,25 +26,25 @@ def at_trace(run: Callable[[Any], None]) -> None:
 
 
 def current_trace() -> object:
-    """What tells one traced piece of code from another: where a graph is broken, the rest is another piece."""
+    """What tells one piece of traced code from another: behind a graph break comes another piece."""
     from torch._guards import CompileContext
 
     return CompileContext.current_compile_id()
 
 
-def note_owner(number: int, owner: Any) -> None:
+def note_owner(number: int) -> None:
     """While code is traced: an owner's parameters shall be marked in the graph that comes of it."""
-    owners_here()[number] = owner
+    owners_here().append(number)
 
 
-def owners_here() -> dict[int, Any]:
-    """The owners that were noted in the tracing, or compiling, under way."""
+def owners_here() -> list[int]:
+    """The numbers of owners that were noted in the tracing, or compiling, under way."""
     from torch._guards import TracingContext
 
     context: Any = TracingContext.try_get()
     if context is None:
-        return {}
-    return vars(context).setdefault("_weft_owners", {})
+        return []
+    return vars(context).setdefault("_weft_owners", [])
 
 
 def is_backward_traced() -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from weft.data_parallel.members import is_settled
+from weft.errors import StateError
 
 
 class Arrivals(list[torch.Tensor]):
@@ -103,6 +104,11 @@ def arrivals_of(hook: object) -> Arrivals | None:
 
 def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
     def arrive(param: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            raise StateError(
+                "compiled autograd traces a backward of a replicated module whose forward ran before it was "
+                "enabled. Enable it with weft.compiler.autograd(), or around the forward too."
+            )
         arrived.append(param)
         look = arrived.look()
         if look is not None:

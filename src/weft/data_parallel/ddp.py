@@ -313,4 +313,4 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = new_process_group
 
     def _remove_autograd_hooks(self) -> None:
-        self._replica.reducer.stop_listening()
+        self._replica.reducer.listener.stop()

@@ -39,7 +39,7 @@ class DenseBucket(Bucket):
 
     @torch.no_grad()
     def take(self, reduction: Reduction, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Bring these gradients into the buffer, for `launch`, in place of those of the parameters; the buffer."""
+        """Bring these gradients into the buffer, in place of the parameters' own; the buffer."""
         buffer = self._make_room([None] * len(grads), reduction.group)
         self._held, self._untouched, self.used = {}, {}, [True] * len(grads)
         buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)

@@ -20,8 +20,17 @@ from weft.comm.group import resolve_group, state_of
 from weft.comm_hooks.bucket import GradBucket
 from weft.comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from weft.comm_hooks.mean import FEATURE, only_tensor
-from weft.compiler import Bucket, Slot, Wire, current_trace, enlist, install, note_owner, settings
-from weft.compiler.settings import form_in_force
+from weft.compiler import (
+    Bucket,
+    Slot,
+    Wire,
+    current_trace,
+    enlist,
+    form_in_force,
+    install,
+    note_owner,
+    settings,
+)
 from weft.data_parallel.bucket_set import agree_on_used
 from weft.data_parallel.buckets import Reduction, call_hook
 from weft.data_parallel.dense import DenseBucket
@@ -44,7 +53,7 @@ class GraphSide:
 
     def __init__(self, reducer: Reducer, parts: ModuleParts, *, syncs_buffers: bool) -> None:
         self._reducer = reducer
-        self._caps = reducer.caps
+        self._caps = reducer.plans.caps
         self.number = reducer.expected.owner = enlist(self)
         self.is_idle = False  # there is nothing to reduce
         self.is_fit = False  # graphs can reduce these gradients
@@ -58,7 +67,7 @@ class GraphSide:
         self._order: Sequence[int] = ()
         self._trace: object = None
         self._is_seen = False  # by any graph
-        myself = weakref.ref(self)
+        myself: weakref.ref[GraphSide] = weakref.ref(self)
         self.note_before = _later(myself, GraphSide._note_before)
         self.note_marked = _later(myself, GraphSide._note_marked)
         self.note_after = _later(myself, GraphSide._note_after)
@@ -75,7 +84,7 @@ class GraphSide:
         self._trace = current_trace()
 
     def _note_marked(self) -> None:
-        note_owner(self.number, self)
+        note_owner(self.number)
 
     def _note_after(self) -> None:
         if current_trace() != self._trace:
@@ -85,13 +94,13 @@ class GraphSide:
         """A forward that was traced at its start ends outside of any graph."""
         self.is_inside = False
         self.is_broken = True
-        self._reducer.has_left = True
+        self._reducer.expected.has_left = True
 
     def listen(self) -> None:
         """Be ready for a backward that compiled autograd traces."""
         self._is_seen = True
         self.refresh()
-        self._reducer.listen_in_graphs(_make_arrival(self._reducer.expected))
+        self._reducer.listener.listen_in_graphs(_make_arrival(self._reducer.expected))
 
     def refresh(self) -> None:
         """Say again how gradients travel: with which hook, over which group, in which buckets."""
@@ -100,7 +109,9 @@ class GraphSide:
         reducer = self._reducer
         is_greedy = form_in_force() != "buffers"
         cap_mb = settings.bucket_cap_mb
-        reducer.replan(self._caps if cap_mb is None else resolve_caps(cap_mb, None), is_greedy=is_greedy)
+        reducer.plans.replan(
+            self._caps if cap_mb is None else resolve_caps(cap_mb, None), is_greedy=is_greedy
+        )
         self.is_idle = not reducer.is_listening
         self.is_fit = reducer.is_listening and not any(
             member.whole is not None or member.spec.is_sparse for member in reducer.members
@@ -114,13 +125,13 @@ class GraphSide:
         dtypes = {member.spec.dtype for member in reducer.members}
         is_float = all(dtype.is_floating_point for dtype in dtypes)
         if hook is None:
-            return Wire(group.group_name, group.size(), None, plan, True, is_float)
+            return Wire(self.number, group.group_name, group.size(), None, plan, True, is_float)
         narrow = _PLAIN.get(hook)
         is_smaller = narrow is None or all(dtype.itemsize > narrow.itemsize for dtype in dtypes)
         if hook not in _PLAIN or not is_float or not is_smaller:
-            return Wire(group.group_name, group.size(), None, plan, False, False)
+            return Wire(self.number, group.group_name, group.size(), None, plan, False, False)
         group = resolve_group(reducer.hook_state)
-        return Wire(group.group_name, group.size(), narrow, plan, False, True)
+        return Wire(self.number, group.group_name, group.size(), narrow, plan, False, True)
 
     # For the graph that reduces
 
@@ -179,7 +190,7 @@ class GraphSide:
         reducer = self._reducer
         reducer.check_whole()
         reducer.num_begun += 1
-        reducer.graph_backward = current_backward()
+        reducer.expected.graph_backward = current_backward()
         self._begun = reducer.make_reduction()
         self._order = order
 
@@ -194,18 +205,20 @@ class GraphSide:
         if reducer.hook is not None:
             agree_on_used([True] * len(self.params), self._reduction, self.params[0].device)
         self._begun = None
-        reducer.expected.is_open = reducer.graph_backward is not None  # else autograd hands over nothing
+        reducer.expected.is_open = (
+            reducer.expected.graph_backward is not None
+        )  # else autograd hands over nothing
         reducer.end_in_graph(self._order)
         self.refresh()
 
     def leave(self) -> None:
         """A graph has gradients of the module and doesn't reduce them."""
-        self._reducer.has_left = True
+        self._reducer.expected.has_left = True
 
     def reduce_one(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
         """The mean of one gradient, by the module's hook if it has one."""
         reducer = self._reducer
-        reducer.expected.is_open = reducer.expected.has_unsynced = reducer.has_left = False
+        reducer.expected.is_open = reducer.expected.has_unsynced = reducer.expected.has_left = False
         if reducer.hook is None:
             return comm.all_reduce(
                 gradient * (1.0 / reducer.group.size()), group=reducer.group, feature=FEATURE

@@ -39,7 +39,7 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "output_device": -1 if ddp.output_device is None else ddp.output_device,
         "is_multi_device_module": int(len({spec.device for spec in specs}) > 1),
         "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "bucket_cap_bytes": reducer.caps.rest_bytes,
+        "bucket_cap_bytes": reducer.plans.caps.rest_bytes,
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(reducer.is_static),
@@ -52,10 +52,10 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "num_parameter_tensors": len(specs),
         "bucket_sizes": sizes,
         "num_buckets_reduced": len(plan),
-        "has_rebuilt_buckets": int(reducer.has_rebuilt),
+        "has_rebuilt_buckets": int(reducer.plans.is_learned),
         **reducer.times.report(),
     }
-    if reducer.has_rebuilt:
+    if reducer.plans.is_learned:
         facts["rebuilt_bucket_sizes"] = sizes
         facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.buckets.order))
         facts["rebuilt_per_bucket_param_indices"] = ", ".join(

@@ -12,6 +12,7 @@ one backward.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -25,11 +26,12 @@ from weft.autograd import announce_gradients, current_backward, current_node, on
 from weft.comm.group import state_of
 from weft.comm_hooks.bucket import GradHook
 from weft.data_parallel.arrivals import Listener
-from weft.data_parallel.bucket_set import BucketSet, agree_on_order, agree_on_used, numbers_of
+from weft.data_parallel.bucket_plans import BucketPlans
+from weft.data_parallel.bucket_set import BucketSet, agree_on_used, numbers_of
 from weft.data_parallel.buckets import Reduction
 from weft.data_parallel.members import Member, settle
 from weft.data_parallel.parameter_nodes import ParameterNodes
-from weft.data_parallel.plan import BucketCaps, follows
+from weft.data_parallel.plan import BucketCaps
 from weft.data_parallel.refusals import (
     came_after_failure,
     came_twice,
@@ -62,10 +64,8 @@ class Reducer:
     ) -> None:
         self.members = members
         self.group = group
-        self.caps = caps
-        self.keeps_buffers = keeps_buffers
+        self.plans = BucketPlans(members, caps, keeps_buffers=keeps_buffers)
         self.looks_for_unused = looks_for_unused
-        self.is_greedy = False  # buckets are filled to their caps
         self.is_static = False
         self.hook: GradHook | None = None
         self.hook_state: Any = None
@@ -74,12 +74,7 @@ class Reducer:
         self.num_steps = 0
         self.num_begun = 0  # reductions, those that failed included
         self.is_even = True  # every rank takes part with inputs of its own
-        self.has_rebuilt = False
-        self.has_left = False  # a compiled graph has left gradients to this reducer
-        self.graph_backward: int | None = None  # the last one in which a graph has reduced
         self.times = StepTimes()
-        # Gradients come in about the reverse of the order in which parameters were made.
-        self._adopt(list(reversed(range(len(members)))))
         self._expected: list[int] = [1] * len(members)  # gradients of each parameter in a backward
         self._is_used = [False] * len(members)  # since the last reduction
         self._message_device = members[0].spec.device
@@ -93,30 +88,27 @@ class Reducer:
         self._nodes = ParameterNodes(self._params)
         self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._placed = {id(member.param): member for member in members if member.whole is not None}
-        self._listener = Listener(self._params, self._look, self._settle if self._placed else None)
+        self.listener = Listener(self._params, self._look, self._settle if self._placed else None)
         self._hook_dicts: list[dict[int, Any]] = []
         self.listen()
 
     @property
+    def buckets(self) -> BucketSet:
+        """The buckets of the plan in force."""
+        return self.plans.buckets
+
+    @property
     def is_listening(self) -> bool:
         """Whether there is anything to do: a single rank with neither a hook nor DTensors reduces nothing."""
-        return self._listener.is_on
+        return self.listener.is_on
 
     def listen(self) -> None:
         """Hear of each gradient from now on, where there is something to do with it."""
         if self.group.size() > 1 or self.hook is not None or self._placed:
-            self._listener.listen(range(len(self.members)))
+            self.listener.listen(range(len(self.members)))
             self._hook_dicts = [hooks_of(param) for param in self._params]
             for param in self._params:  # so that none runs before the first backward is noticed
                 defer_hooks(param, weakref.ref(self))
-
-    def listen_in_graphs(self, in_graph: Callable[[torch.Tensor, int], None]) -> None:
-        """Hear of gradients as well where compiled autograd traces a backward: there this is called."""
-        self._listener.listen_in_graphs(in_graph)
-
-    def stop_listening(self) -> None:
-        """Hear of no gradient any more."""
-        self._listener.stop()
 
     def set_hook(self, hook: GradHook, state: Any) -> None:
         """Reduce each bucket with this hook."""
@@ -129,26 +121,9 @@ class Reducer:
         self.find_divisor = group.size
         self.num_begun = 0
         self._number = next(numbers_of(group))
-        self.has_rebuilt = False
         self._step = None
-        self._adopt(list(reversed(range(len(self.members)))))
+        self.plans.start_over()
         self.listen()
-
-    def _adopt(self, order: Sequence[int]) -> None:
-        self.buckets = BucketSet(
-            self.members, order, self.caps, keeps_buffers=self.keeps_buffers, is_greedy=self.is_greedy
-        )
-
-    def replan(self, caps: BucketCaps, *, is_greedy: bool) -> None:
-        """Go on with buckets of these sizes, as all ranks do."""
-        if (caps, is_greedy) != (self.caps, self.is_greedy):
-            self.caps, self.is_greedy = caps, is_greedy
-            self._adopt(self.buckets.order)
-
-    def renew(self) -> None:
-        """Let the next gradients have memory of their own, where it is kept otherwise."""
-        if self.keeps_buffers:
-            self.buckets.renew()
 
     def expect(self, *, is_synced: bool) -> None:
         """A forward has been made; its backward shall reduce, or not."""
@@ -161,20 +136,20 @@ class Reducer:
         step = self._step
         if step is not None and step.has_failed():
             self._step = None
-            self._listener.arrived.clear()
+            self.listener.arrived.clear()
             for bucket in self.buckets.buckets:
                 bucket.abandon()
-        if step is None and self._listener.arrived and current_backward() is None:
-            self._listener.arrived.clear()
+        if step is None and self.listener.arrived and current_backward() is None:
+            self.listener.arrived.clear()
             if self.expected.is_open:
                 self.expected.is_open = False
-                self._listener.listen(range(len(self.members)))
+                self.listener.listen(range(len(self.members)))
                 raise came_unannounced(self._rank())
 
     @one_at_a_time
     def begin(self, *, is_synced: bool) -> None:
         """A backward comes through a forward's outputs. Called at the gradient of each output."""
-        if not self._listener.is_on:
+        if not self.listener.is_on:
             return
         step = self._step
         if step is None or step.has_failed():
@@ -186,20 +161,13 @@ class Reducer:
         step.roots.append(current_node())
 
     def _open_step(self, *, is_synced: bool) -> Step:
-        finish = self._make_end()
+        finish = functools.partial(self._end)  # of its own, so that only the backward holds it
         step = self._step = Step(weakref.ref(finish), current_backward())
         on_backward_end(finish)
-        announce_gradients(self._params, renew=self.renew)
+        announce_gradients(self._params, renew=self.plans.renew)
         if is_synced:
             self._begin_reducing(step)
         return step
-
-    def _make_end(self) -> Callable[[], None]:
-        # A function of its own, so that only the backward holds it.
-        def finish() -> None:
-            self._end()
-
-        return finish
 
     def _begin_reducing(self, step: Step) -> None:
         if self._is_done_elsewhere():
@@ -209,8 +177,8 @@ class Reducer:
         self.times.backward_begins()
         step.remaining = self.buckets.count_expected(self._expected)
         step.counts = [0] * len(self.members)
-        settle(self._placed, self._listener.arrived)  # before this backward was known to reduce
-        step.held = self.buckets.find_held(self._params, is_filled=not self.keeps_buffers)
+        settle(self._placed, self.listener.arrived)  # before this backward was known to reduce
+        step.held = self.buckets.find_held(self._params, is_filled=not self.plans.keeps_buffers)
         if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
             myself = weakref.ref(self)
             step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
@@ -250,14 +218,12 @@ class Reducer:
         if step is None:
             # Nothing announced this backward: its loss was not made from the forward's outputs.
             # Without a forward either, it is the inner module's own, or another's with this parameter.
-            is_done = self.graph_backward is not None and self.graph_backward == current_backward()
-            step = self._open_step(
-                is_synced=self.expected.is_synced and self.expected.is_open and (self.has_left or not is_done)
-            )
-            step.is_unexpected = not self.expected.is_open
-            step.is_done_in_graph = is_done and not self.has_left
+            expected, is_done = self.expected, self.expected.is_done_in(current_backward())
+            step = self._open_step(is_synced=expected.is_synced and expected.is_open and not is_done)
+            step.is_unexpected = not expected.is_open
+            step.is_done_in_graph = is_done
         if step.is_synced:
-            step.streams.note(self._listener.arrived[-1])
+            step.streams.note(self.listener.arrived[-1])
             self._launch_full(step)
             self._count_arrivals(step)
             self._launch_ready(step)
@@ -270,7 +236,7 @@ class Reducer:
 
     def _launch_full(self, step: Step) -> None:
         """Launch buckets that came whole, one after the other: the usual case, seen without counting."""
-        arrived = self._listener.arrived
+        arrived = self.listener.arrived
         if self.is_static or step.skipped:
             return
         while step.num_launched < len(self.buckets.buckets):
@@ -285,7 +251,7 @@ class Reducer:
 
     def _count_arrivals(self, step: Step) -> None:
         """Take stock of gradients one by one."""
-        arrived = self._listener.arrived
+        arrived = self.listener.arrived
         while step.num_seen < len(arrived):
             param = arrived[step.num_seen]
             step.num_seen += 1
@@ -340,7 +306,7 @@ class Reducer:
         step.has_ended = True  # if something is raised now it stays, for the next forward to clear
         if not step.is_synced:
             self._keep_local(step)
-        elif self._listener.arrived or not self._nodes.are_only_looked_at(step.roots):
+        elif self.listener.arrived or not self._nodes.are_only_looked_at(step.roots):
             self.times.backward_ends()
             step.num_early = step.num_launched
             self._count_arrivals(step)
@@ -348,16 +314,16 @@ class Reducer:
         else:
             self.num_begun -= 1  # the other ranks may not have asked
         self._step = None
-        if self._listener.arrived and current_node() is None:  # neither autograd.grad nor a checkpoint's own
+        if self.listener.arrived and current_node() is None:  # neither autograd.grad nor a checkpoint's own
             self.expected.is_open = False
-        self._listener.arrived.clear()
-        self.has_left, self.graph_backward = False, None
+        self.listener.arrived.clear()
+        self.expected.has_left, self.expected.graph_backward = False, None
 
     def _keep_local(self, step: Step) -> None:
         """Gradients of this backward stay this rank's own, and are added to those of the next reduction."""
         if step.is_done_in_graph:
             return
-        arrived = self._listener.arrived
+        arrived = self.listener.arrived
         self.expected.has_unsynced = True
         for param in arrived:
             self._is_used[self._index_of[id(param)]] |= param.grad is not None
@@ -401,28 +367,21 @@ class Reducer:
     def end_in_graph(self, order: Sequence[int]) -> None:
         """A graph has reduced all gradients; it made them in this order."""
         self._end_reduction()
-        is_fine = follows(self.buckets.plan, order)
-        self._learn_plan(self.buckets.order if is_fine else order)
-
-    def _learn_plan(self, arrivals: Sequence[int]) -> None:
-        """Once, all ranks plan for the order in which gradients come on the first one."""
-        if not self.has_rebuilt:
-            self.has_rebuilt = True
-            device = self._message_device
-            self._adopt(agree_on_order(arrivals, self.buckets.order, self.group, device))
+        self.plans.learn_from_graph(order, self.group, self._message_device)
 
     def _learn_order(self, step: Step) -> None:
         """Plan for the order in which gradients came, and listen to the last of each bucket."""
         is_late = step.num_early < len(self.buckets.buckets)
-        if self.has_rebuilt and not is_late and not step.streams.are_several:
+        if self.plans.is_learned and not is_late and not step.streams.are_several:
             return
-        arrivals = [self._index_of[id(param)] for param in self._listener.arrived]
-        self._learn_plan(self.buckets.order if self.expected.is_traced else arrivals)
+        arrivals = [self._index_of[id(param)] for param in self.listener.arrived]
+        order = None if self.expected.is_traced else arrivals
+        self.plans.learn(order, self.group, self._message_device)
         if step.streams.are_several:
-            self._listener.listen(range(len(self.members)))  # each must say on which it comes
+            self.listener.listen(range(len(self.members)))  # each must say on which it comes
         # A backward that nothing announces can be noticed by any parameter: then all must call.
         elif step.roots and arrivals:
-            self._listener.listen(self.buckets.find_last(arrivals))
+            self.listener.listen(self.buckets.find_last(arrivals))
 
     def _rank(self) -> int:
         return state_of(self.group).global_rank

@@ -220,7 +220,7 @@ class Replica:
             at_trace(self.graph.note_after)
             self.graph.is_inside = False
             if self.graph.is_broken:
-                self.reducer.has_left = True
+                self.reducer.expected.has_left = True
         if not torch.is_grad_enabled():
             self.was_synced = False
         elif not self.graph.is_idle:

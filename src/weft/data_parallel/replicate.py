@@ -127,7 +127,8 @@ def _make_tie(ref: weakref.ref[ReplicateState]) -> Callable[[Any], None]:
 
     def tie(_: Any) -> None:
         state = ref()
-        assert state is not None and state.replica is not None
+        assert state is not None
+        assert state.replica is not None
 
     return tie
 

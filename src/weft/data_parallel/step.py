@@ -26,15 +26,21 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Expectation:
-    """What the last forward lets the reducer expect. Plain attributes: compiled code reads and writes them."""
+    """What the last forward lets the reducer expect. Compiled code reads and writes it."""
 
     def __init__(self) -> None:
         self.is_synced = True  # the backward shall reduce
         self.is_open = False  # it is still to come
         self.is_traced = False  # gradients come all at once: their order tells nothing
         self.has_unsynced = False  # gradients of this rank alone wait for the next reduction
+        self.has_left = False  # a compiled graph has left gradients to the reducer
+        self.graph_backward: int | None = None  # the last one in which a graph has reduced
         self.owner = -1  # what graphs of compiled autograd call the reducer's gradients by
         self.wire = ""
+
+    def is_done_in(self, backward: int | None) -> bool:
+        """Whether graphs have reduced all gradients of this backward."""
+        return backward is not None and self.graph_backward == backward and not self.has_left
 
 
 @dataclass(slots=True)

@@ -124,7 +124,7 @@ class Landing:
             return  # gradients of its shards are announced
         if hooks_of(variable) and (reducers := reducers_of(variable)):
             for reducer in reducers:
-                self.lend([member.param for member in reducer.members], reducer.renew)
+                self.lend([member.param for member in reducer.members], reducer.plans.renew)
             return
         with _lock:
             leaf = _leaves.get(id(variable))

@@ -1,14 +1,18 @@
-"""Marked gradients become buckets that are reduced in the graph.
+"""Marked gradients become buckets that are reduced in the graph, in one of three forms.
 
-Before, for each parameter:  marked = mark_gradient(g)
-After, in buffers:           b1 = send_bucket([g1, g2, ...]);  receive_buckets([b1, ...]);  g1' = view of b1; ...
-After, by concatenation:     wide = wait(all_reduce(cat(g1 / n, g2 / n, ..., marks)));  g1' = view of wide; ...
-After, coalesced:            [h1, h2, ..., marks'] = all_reduce_coalesced([g1 / n, g2 / n, ..., marks]);  g1' = wait(h1); ...
+Before, for each parameter:
+    marked = mark_gradient(g)
+In buffers:
+    b = send_bucket([g1, g2, ...]);  receive_buckets([b, ...]);  g1 = view of b; ...
+By concatenation:
+    w = wait(all_reduce(cat(g1 / n, g2 / n, ..., marks)));  g1 = view of w; ...
+Coalesced:
+    [h1, h2, ...] = all_reduce_coalesced([g1 / n, g2 / n, ..., marks]);  g1 = wait(h1); ...
 
-Buffers are the reducer's own, and its own collectives and hooks move them: nothing is allocated, and on a local
-group nothing is copied to be sent. The other two are ops that compilers know. The flat forms are what the
-reducer sends without a compiler, to the number: a rank that runs a step without its graph takes part all the
-same.
+Buffers are the reducer's own, and its own collectives and hooks move them: nothing is allocated, and on a
+local group nothing is copied to be sent. The other two are ops that compilers know. The flat forms are what
+the reducer sends without a compiler, to the number: a rank that runs a step without its graph takes part all
+the same.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ def drop_copies(graph: fx.Graph, launches: list[fx.Node]) -> int:
 def _is_needed(node: fx.Node) -> bool:
     """Whether the copy lies otherwise than what it is of, or somebody writes to it, or takes both."""
     source: Any = node.args[0]
-    if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
-        if node.meta["val"].stride() != source.meta["val"].stride():
-            return True
+    if node.meta["val"].stride() != source.meta["val"].stride():
+        return True
     if any(_is_written(node, user) for user in (*node.users, *source.users)):
         return True
     outputs = [user for user in node.users if user.op == "output"]

@@ -7,19 +7,20 @@ After:  weight = placeholder;  marked = Marked.apply(owner, wire, [index], weigh
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from weft.compiler.ops import GradientOwner, Marked
+from weft.compiler.ops import Marked, owner_of
 
 
-def mark_parameters(graph: fx.Graph, owners: Mapping[int, GradientOwner]) -> None:
+def mark_parameters(graph: fx.Graph, owners: Iterable[int]) -> None:
     """Mark the gradients of all parameters of these owners that the graph has."""
     places = _places_of_tensors(graph)
-    for number, owner in owners.items():
+    for number in dict.fromkeys(owners):
+        owner = owner_of(number)
         inside = [(index, places[id(param)]) for index, param in owner.parameters() if id(param) in places]
         if inside:
             _mark(graph, number, owner.wire, inside)

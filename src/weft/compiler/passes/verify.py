@@ -1,4 +1,4 @@
-"""Every gradient is reduced exactly once, in its owner's order, and every wait comes before its use. Or it raises."""
+"""The last pass: every gradient is reduced once, in its owner's order, and waited for before it is used."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
     )
     if not (is_in_graph or is_in_buffers):
         raise InternalError(
-            f"a graph begins {len(begun)} and ends {len(ended)} reductions, sends buckets {sent} and receives "
-            f"{len(received)} times: the gradients of {len(found.buckets)} buckets are to be reduced once."
+            f"a graph begins {len(begun)} and ends {len(ended)} reductions, sends buckets {sent} and "
+            f"receives {len(received)} times: {len(found.buckets)} buckets are to be reduced, once each."
         )
 
 
