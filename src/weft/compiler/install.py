@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from weft.compiler.ops import owner_of
 from weft.compiler.passes.mark_parameters import mark_parameters
 from weft.compiler.pipeline import fingerprint, run_passes
 from weft.compiler.tracing import owners_here
@@ -26,6 +27,11 @@ def install() -> None:
         users = getattr(config, name)
         if not getattr(users, "_weft_is_installed", False):
             setattr(config, name, _make_pass(users, run))
+
+
+def wires_here() -> list[str]:
+    """How the gradients travel that the compiling under way is about."""
+    return [owner_of(number).wire for number in owners_here()]
 
 
 def mark_in_pipeline(graph: fx.Graph) -> None:
@@ -49,6 +55,7 @@ def _make_pass(users: Any, run: Callable[[fx.Graph], object]) -> Any:
 
         def uuid(self) -> Any:
             theirs = [getattr(one, "uuid", lambda: None)() for one in before]
-            return None if None in theirs else [fingerprint(), *theirs]
+            # The owners too: graphs of two modules of one kind are alike but for whose gradients they mark.
+            return None if None in theirs else [fingerprint(), *wires_here(), *theirs]
 
     return WeftPasses()

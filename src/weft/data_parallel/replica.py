@@ -202,7 +202,7 @@ class Replica:
             self._sync_traced_buffers()
         if graph.is_idle or graph.is_broken or not torch.is_grad_enabled():
             return
-        if graph.wire and self.wants_sync and not self.reducer.expected.has_unsynced:
+        if graph.wire != "" and self.wants_sync and not self.reducer.expected.has_unsynced:
             at_trace(graph.note_marked)
             graph.is_inside = True
 
