@@ -15,6 +15,12 @@ def steps(wrap: str, backend: str, fullgraph: bool) -> None:
     Pair(wrap=wrap, backend=backend, fullgraph=fullgraph, is_exact=backend != "inductor").train()
 
 
+def every_way(wrap: str) -> None:
+    for backend in ("eager", "aot_eager"):
+        for fullgraph in (False, True):
+            steps(wrap, backend, fullgraph)
+
+
 def every_backward(wrap: str, kind: str) -> None:
     """Each backend's forward, and backward traced, or not, in turns with one that is not."""
     for backend in ("eager", "aot_eager"):

@@ -85,7 +85,7 @@ class ManyDtypes(nn.Module):
 
 
 def many_dtypes() -> nn.Module:
-    model = ManyDtypes()
+    model: Any = ManyDtypes()
     for seed, layer in enumerate((model.wide, model.middle, model.narrow)):
         filled(layer, seed, layer.weight.dtype)
     return model

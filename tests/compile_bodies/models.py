@@ -119,6 +119,25 @@ def unused_keeps_what_it_had(wrap: str) -> None:
         pair.check()
 
 
+def traced_backward_of_others(wrap: str) -> None:
+    """Ranks use different parameters, and their backwards are traced: nothing is mixed up."""
+    pair = Pair(made.branches, wrap)
+    for salt, names in enumerate([("abc", "abc"), ("a", "c"), ("b", "b"), ("a", "")]):
+        pair.step(salt, branch_loss(*names), kind="torch")
+
+
+def traced_backwards(wrap: str) -> None:
+    """Models of every kind with a traced backward, half of them under each wrap."""
+    if wrap == "ddp":
+        Pair(made.checkpointed, wrap).train(kind="torch", steps=2)
+        fresh()
+        Pair(made.broken, wrap, fullgraph=False).train(kind="torch", steps=2)
+        return
+    for make in (made.tied, made.normed, made.frozen):
+        fresh()
+        Pair(make, wrap, gradient_as_bucket_view=True).train(kind="torch", steps=2)
+
+
 def ranks_agree(wrap: str) -> None:
     pair = Pair(wrap=wrap)
     pair.train(steps=2)
@@ -137,5 +156,7 @@ BODIES = [
     batch_norm,
     unused_parameters,
     unused_keeps_what_it_had,
+    traced_backward_of_others,
+    traced_backwards,
     ranks_agree,
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import weft
+from weft import compiler
 
 WIDTH = 6
 LEARNING_RATE = 0.05
@@ -55,7 +56,7 @@ def wrapped(module: nn.Module, wrap: str, **options: Any) -> Any:
     return weft.replicate(module, **options)
 
 
-def inner(model: Any, wrap: str) -> nn.Module:
+def inner(model: Any, wrap: str) -> Any:
     """The user's module: no prefix in its names."""
     model = getattr(model, "_orig_mod", model)
     return model.module if wrap == "ddp" else model
@@ -71,10 +72,11 @@ def backward_context(kind: str) -> AbstractContextManager[Any]:
         case "plain":
             return nullcontext()
         case "weft":
-            return weft.compiler.autograd()
+            return compiler.autograd()
         case "torch":
             return compiled_autograd._enable(compile_backward)
-    raise ValueError(kind)
+        case _:
+            raise ValueError(kind)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -91,7 +93,7 @@ def assert_same_gradients(
         if right is None or grad is None:
             assert grad is right, f"{what}, {name}: {grad} is not {right}"
             continue
-        tolerance = {"rtol": 0.0, "atol": 0.0} if is_exact else {}
+        tolerance: Any = {"rtol": 0.0, "atol": 0.0} if is_exact else {}
         torch.testing.assert_close(
             grad, right, **tolerance, msg=lambda text, name=name: f"{what}, {name}: {text}"
         )

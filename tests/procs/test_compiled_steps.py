@@ -15,14 +15,11 @@ WRAPS = pytest.mark.parametrize("wrap", ["replicate", "ddp"])
 
 @GROUPS
 @WRAPS
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_steps(wrap: str, backend: str, fullgraph: bool, group: str) -> None:
-    shared_pool(2).run(everyday.steps, args=(wrap, backend, fullgraph), backend=group, timeout=120)
+def test_steps(wrap: str, group: str) -> None:
+    shared_pool(2).run(everyday.every_way, args=(wrap,), backend=group, timeout=150)
 
 
-@GROUPS
-@WRAPS
+@pytest.mark.parametrize(("wrap", "group"), [("replicate", "gloo"), ("ddp", "weft")])
 @pytest.mark.parametrize("kind", ["torch", "weft"])
 @pytest.mark.parametrize(
     "body", [everyday.every_backward, everyday.backward_only, everyday.forward_and_backward_in_one]

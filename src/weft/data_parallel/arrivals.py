@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from weft.autograd import called_by_autograd
 from weft.data_parallel.members import is_settled
 from weft.errors import StateError
 
@@ -84,7 +86,7 @@ class Listener:
                 hook = _make_traceable(index, self._in_graph, hook)
             self._handles[index] = handle = param.register_post_accumulate_grad_hook(hook)
             if self._in_graph is not None:
-                param._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+                _put_first(param, handle.id)
 
     def stop(self) -> None:
         """Hear of nothing any more."""
@@ -96,6 +98,13 @@ class Listener:
         self.stop()
 
 
+def _put_first(param: Any, key: int) -> None:
+    """Let a hook of the parameter run before all others. Autograd goes by the order of insertion."""
+    hooks: dict[int, Any] = param._post_accumulate_grad_hooks
+    for other in [other for other in hooks if other != key]:
+        hooks[other] = hooks.pop(other)
+
+
 def arrivals_of(hook: object) -> Arrivals | None:
     """Where a parameter's hook writes arrivals down, if it is a Listener's."""
     bound = getattr(hook, "__self__", None)
@@ -103,6 +112,7 @@ def arrivals_of(hook: object) -> Arrivals | None:
 
 
 def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
+    @called_by_autograd
     def arrive(param: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             raise StateError(
@@ -123,6 +133,7 @@ def _make_traceable(
 ) -> Callable[[torch.Tensor], None]:
     """For compiled autograd: do what a graph can do while a backward is traced, and the usual otherwise."""
 
+    @called_by_autograd
     def arrive(param: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             in_graph(param, index)
@@ -136,6 +147,7 @@ def _make_traceable(
 def _make_settled(arrived: Arrivals, then: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """For DTensors: have a gradient settled that lies otherwise than its parameter, and go on."""
 
+    @called_by_autograd
     def arrive(param: torch.Tensor) -> None:
         settle = None if is_settled(param) else arrived.settle()
         if settle is not None:

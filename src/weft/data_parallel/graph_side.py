@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from weft import comm
 from weft.autograd import current_backward
@@ -38,7 +39,7 @@ from weft.data_parallel.module_parts import ModuleParts
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.step import Expectation
-from weft.errors import InternalError
+from weft.errors import DesyncError, InternalError
 
 # Hooks that a graph can do by ops of its own: in which dtype they send.
 _PLAIN: dict[Any, torch.dtype | None] = {
@@ -219,6 +220,7 @@ class GraphSide:
         """The mean of one gradient, by the module's hook if it has one."""
         reducer = self._reducer
         reducer.expected.is_open = reducer.expected.has_unsynced = reducer.expected.has_left = False
+        self._check_same(index)
         if reducer.hook is None:
             return comm.all_reduce(
                 gradient * (1.0 / reducer.group.size()), group=reducer.group, feature=FEATURE
@@ -227,6 +229,20 @@ class GraphSide:
         bucket = GradBucket(index, flat, [self.params[index]], is_last=index == 0)
         mean = only_tensor(call_hook(reducer.make_reduction(), bucket).wait())
         return mean.reshape(gradient.shape).to(gradient.dtype)
+
+    def _check_same(self, index: int) -> None:
+        """Raise where ranks reduce gradients of different parameters, which nothing else would tell."""
+        extremes = torch.tensor([index, -index], device=self.params[index].device)
+        group = self._reducer.group
+        highest, lowest = comm.all_reduce(extremes, ReduceOp.MAX, group, feature=FEATURE).wait().tolist()
+        if highest != -lowest:
+            name = self._reducer.members[index].spec.name
+            state = state_of(group)
+            raise DesyncError(
+                f"rank {state.global_rank}: the ranks of {state.words()} reduce gradients of different "
+                f"parameters in a backward that compiled autograd has traced: here it is '{name}'. Ranks have "
+                "used different parameters. Run such backwards without compiled autograd."
+            )
 
 
 def _make_arrival(expected: Expectation) -> Callable[[torch.Tensor, int], None]:

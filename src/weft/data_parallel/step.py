@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from weft.autograd import called_by_autograd
 from weft.data_parallel.buckets import Reduction
 from weft.data_parallel.streams import GradStreams
 
@@ -18,6 +19,7 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     """Run one such method of an object with a `_mutex` at a time: autograd has a thread for each device."""
 
     @functools.wraps(method)
+    @called_by_autograd
     def run(self: Any, **kwargs: Any) -> None:
         with self._mutex:
             method(self, **kwargs)

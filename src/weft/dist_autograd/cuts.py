@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from weft.autograd import accumulation_node, run_last
+from weft.autograd import accumulation_node, called_by_autograd, run_last
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -37,6 +37,7 @@ class _Send(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @called_by_autograd
     def backward(ctx: Any, *_: Any) -> Any:
         return None, *running.need_run("a token of a send").take_arrived(ctx.number)
 
@@ -49,6 +50,7 @@ class _Recv(Function):
         return tuple(tensors)
 
     @staticmethod
+    @called_by_autograd
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         run = running.need_run(f"a tensor that came from worker '{ctx.cut.route.peer_name}'")
         ctx.cut.check_context(run.context.id)
@@ -64,6 +66,7 @@ class _Gate(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @called_by_autograd
     def backward(ctx: Any, *_: Any) -> Any:
         running.need_run("a gate").wait_arrived(ctx.number)
         return None, _one if ctx.has_before else None, _one
