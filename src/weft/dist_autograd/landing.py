@@ -12,8 +12,7 @@ here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -43,7 +42,8 @@ class _Leaf:
         self._thread = 0
         self._num_inner = 0
         self._outer: torch.Tensor | None = None
-        self._handles = [node.register_prehook(self._before), node.register_hook(self._after)]
+        self._node = node
+        self._handles = [node.register_prehook(self._before)]
 
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         run = current_run()
@@ -59,6 +59,8 @@ class _Leaf:
             self._num_inner += 1  # a backward within a hook of this very leaf
             return None
         self._turn.acquire()
+        if len(self._handles) == 1:  # most leaves have no hooks that would be looked after
+            self._handles.append(self._node.register_hook(self._after))
         self._landing = landing
         landing.taking.add(self)
         self._thread = threading.get_ident()
@@ -105,18 +107,14 @@ class Landing:
         self._shared: dict[int, torch.Tensor] = {}  # gradients that several leaves get, by id
         self._unsynced: list[tuple[Unsynced, Any]] = []
 
-    @contextmanager
-    def ready(self, nodes: Iterable[Any]) -> Generator[None]:
-        """Gradients of these leaves land in the context, inside."""
+    def prepare(self, nodes: Iterable[Any]) -> None:
+        """Let gradients of these leaves land in the context, from now until it is settled."""
         try:
             for node in nodes:
                 self._prepare(node)
-            yield
         except BaseException:
-            self._settle(has_failed=True)
+            self.settle(has_failed=True)
             raise
-        else:
-            self._settle(has_failed=False)
 
     def _prepare(self, node: Any) -> None:
         variable = node.variable
@@ -176,7 +174,8 @@ class Landing:
                 (unsynced, unsynced.exchange_unsynced(self.context.unsynced.pop(unsynced, None)))
             )
 
-    def _settle(self, *, has_failed: bool) -> None:
+    def settle(self, *, has_failed: bool) -> None:
+        """The backward has ended here: the context gets its gradients, unless it has failed."""
         for leaf in list(self.taking):
             leaf.leave()
         for param, outer in self._lent:
@@ -205,7 +204,7 @@ class Landing:
     def _hand_over(self) -> None:
         """Give the context its gradients."""
         grads = self.context.grads
-        with self.context.lock, torch.no_grad():
+        with self.context.lock:
             for variable, grad in self._kept.items():
                 if grad is None:
                     grads.pop(variable, None)
@@ -215,10 +214,11 @@ class Landing:
                 known = grads.get(variable)
                 if known is None:
                     grads[variable] = grad
-                elif known.is_sparse and not grad.is_sparse:  # it can't be added to in place
-                    grads[variable] = grad + known
-                else:
-                    grads[variable] = known.add_(grad)
+                    continue
+                with torch.no_grad():
+                    # A sparse one can't be added to in place.
+                    is_replaced = known.is_sparse and not grad.is_sparse
+                    grads[variable] = grad + known if is_replaced else known.add_(grad)
 
 
 def _is_alone(grad: torch.Tensor) -> bool:

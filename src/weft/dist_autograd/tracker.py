@@ -9,8 +9,9 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, tie_received
-from weft.dist_autograd.run import Abandoned, Batch, Run
+from weft.dist_autograd.cuts import RecvCut, cut_sent, recording, tie_received
+from weft.dist_autograd.messages import Batch
+from weft.dist_autograd.run import Abandoned, Run
 from weft.errors import BackwardError, StateError, WeftError
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import Failure, describe_failure
@@ -70,13 +71,16 @@ class GraphTracker:
     ) -> Sequence[torch.Tensor]:
         """Make tensors that came over a cut the outputs of a node."""
         context = self.contexts.join(context_id)
-        if context is None:
-            return tensors
-        _note_peer(context, route)
+        if context is not None:
+            _note_peer(context, route)
         if stub is None:
             return tensors
         number, places = stub
-        needy = [tensors[place].requires_grad_(False) for place in places]
+        needy = [tensors[place] for place in places]
+        if context is None:  # it has ended: they are leaves, as outside of any
+            for tensor in needy:
+                tensor.requires_grad_()
+            return tensors
         tied, node = tie_received(RecvCut(context_id, number, route), needy)
         context.add_received(node)
         received = list(tensors)
@@ -138,7 +142,7 @@ class GraphTracker:
         try:
             if is_exact:
                 self._find_parts(run, retain_graph, run.reach([root.grad_fn for root in roots]))
-            with torch.inference_mode(False), torch.enable_grad():  # for the nodes that are added
+            with recording():  # of the nodes that are added
                 run.execute(roots, gradients)
         except Exception as error:
             self._fail(run, error)

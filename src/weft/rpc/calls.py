@@ -29,13 +29,25 @@ Blocking = Callable[[], AbstractContextManager[None]]
 class Call:
     """A call on its way. `what` says which, for errors: "rpc_sync of torch.add"."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
-        self.id = 0
+    id = 0
+    is_internal = False  # weft's own: it does not keep a shutdown waiting
+    sees_to_itself = False  # its caller looks at the clock
+
+    def __init__(self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float) -> None:
         self.to = to
-        self.what = what
+        self._what = what
         self.timeout_secs = timeout_secs  # 0: none
-        self.deadline = time.monotonic() + timeout_secs if timeout_secs else None
-        self.is_internal = False  # weft's own: it does not keep a shutdown waiting
+        self.ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
+
+    @property
+    def what(self) -> str:
+        """Which call it is, in words."""
+        return self._what if isinstance(self._what, str) else self._what()
+
+    @property
+    def deadline(self) -> float | None:
+        """When the clock must answer it; None for never."""
+        return None if self.sees_to_itself or self.ends_at == float("inf") else self.ends_at
 
     def answer(self, answer: Answer) -> Callable[[], None] | None:
         """Take the answer. Must not wait; what would is returned as a job."""
@@ -54,14 +66,14 @@ class Call:
 class SyncCall(Call):
     """A call whose caller waits on the spot, and decodes the answer itself."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
+    sees_to_itself = True
+    reply: Answer | None = None
+    when_answered: Callable[[], None] | None = None  # told if another thread answers
+
+    def __init__(self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float) -> None:
         super().__init__(to, what, timeout_secs)
-        self.deadline = None  # its caller looks at the clock itself
         self._answered = threading.Lock()
         self._answered.acquire()
-        self._ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
-        self.reply: Answer | None = None
-        self.when_answered: Callable[[], None] | None = None  # told if another thread answers
         self._caller = threading.get_ident()
 
     def answer(self, answer: Answer) -> None:
@@ -73,7 +85,7 @@ class SyncCall(Call):
 
     def left_secs(self) -> float:
         """How long the caller will still wait."""
-        return self._ends_at - time.monotonic()
+        return self.ends_at - time.monotonic()
 
     def wait(self) -> bool:
         """Whether the answer came in time."""
@@ -167,7 +179,7 @@ class AsyncCall(Call):
     def __init__(
         self,
         to: WorkerInfo,
-        what: str,
+        what: str | Callable[[], str],
         timeout_secs: float,
         future: CallFuture,
         open_answer: Callable[[Answer], Any],
@@ -191,7 +203,9 @@ class AsyncCall(Call):
 class CreationCall(Call):
     """The call that makes the value of an RRef. Nobody waits for it, as a rule: it has a future on demand."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float, blocking: Blocking) -> None:
+    def __init__(
+        self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float, blocking: Blocking
+    ) -> None:
         super().__init__(to, what, timeout_secs)
         self.is_done = False
         self.error: BaseException | None = None

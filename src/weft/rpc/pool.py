@@ -28,7 +28,8 @@ from weft.rpc.calls import SyncCall
 logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 _NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be missed
-_MOMENT_SECS = 0.001
+_MOMENT_SECS = 0.001  # a job that takes longer is not waited for
+_LOOK_SECS = 0.002  # how often to look for such jobs: each look takes the interpreter from whoever works
 _QUIET_SECS = 0.05  # so long after the last job nobody needs to be looked after
 
 
@@ -50,10 +51,10 @@ class Ear(Protocol):
 class _Running:
     """A job that runs."""
 
-    __slots__ = ("began_at_look", "is_away")
+    __slots__ = ("began_at", "is_away")
 
-    def __init__(self, look: int) -> None:
-        self.began_at_look = look
+    def __init__(self) -> None:
+        self.began_at = time.monotonic()
         self.is_away = False  # its thread won't look for messages soon: it is not counted as awake
 
 
@@ -95,7 +96,6 @@ class Pool:
         self._num_blocked = 0
         self._num_busy = 0
         self._running: set[_Running] = set()
-        self._num_looks = 0
         self._is_looked_after = False
         self._num_begun = 0
         self._last_look = (0.0, 0)  # when there was work, and how many jobs had begun
@@ -140,7 +140,7 @@ class Pool:
             job = self._next_job()
             if job is None:
                 return
-            running = self._mine.running = _Running(self._num_looks)
+            running = self._mine.running = _Running()
             with self._lock:
                 self._running.add(running)
                 self._num_begun += 1
@@ -243,9 +243,8 @@ class Pool:
         """
         now = time.monotonic()
         with self._lock:
-            self._num_looks += 1
             for running in self._running:
-                if not running.is_away and running.began_at_look < self._num_looks - 1:
+                if not running.is_away and now - running.began_at >= _MOMENT_SECS:
                     running.is_away = True
                     self._set_awake(-1)
             is_watched = any(not running.is_away for running in self._running)
@@ -256,7 +255,7 @@ class Pool:
                 self._is_looked_after = False
         if is_waiting:
             self._ear.bell.wake()
-        return now + _MOMENT_SECS if self._is_looked_after else None
+        return now + _LOOK_SECS if self._is_looked_after else None
 
     # Those who wait
 
@@ -285,15 +284,21 @@ class Pool:
                     running.is_away = False
                     self._set_awake(1)
 
-    def wait_for(self, call: SyncCall) -> bool:
-        """Wait for the answer to a call; whether it came in time. One caller at a time takes messages."""
+    def wait_for(self, call: SyncCall, send: Callable[[], object]) -> bool:
+        """Send a call and wait for its answer; whether that came in time.
+
+        One caller at a time takes messages. `send` must not wait: it is called when the caller listens, so
+        that the answer wakes nobody else.
+        """
         if not self._listening.acquire(blocking=False):
+            send()
             with self.blocking():
                 return call.wait()
         bell = self._ear.bell
         call.when_answered = bell.wake_caller
         bell.set_listening(True)
         try:
+            send()
             if self._mine.is_worker:
                 with self.blocking():
                     return self._listen(call)

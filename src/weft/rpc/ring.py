@@ -104,7 +104,7 @@ class RingReader:
     """The reading end. One thread at a time."""
 
     def __init__(self, name: SegmentName, peer_id: int) -> None:
-        self._peer_id = peer_id
+        self.peer_id = peer_id
         segment = open_segment(name, peer_id)
         self._words: memoryview = memoryview(segment.memory).cast("Q")
         self._data = memoryview(segment.memory)[_START : _START + RING_BYTES]
@@ -127,7 +127,7 @@ class RingReader:
         if num_parts == _SPILL:
             *name, num_bytes = _SPILL_NAME.unpack_from(self._data, at + 8)
             try:
-                segment = open_segment(SegmentName(*name), self._peer_id)
+                segment = open_segment(SegmentName(*name), self.peer_id)
             except (PeerError, StateError, OSError):
                 segment = None  # the writer is gone, and with it what it had not handed over
             self._move(_aligned(8 + _SPILL_NAME.size))

@@ -169,18 +169,29 @@ class TensorPost:
         return self._place(host, num_bytes, parcel)
 
     def unpack(
-        self, descriptors: Any, buffers: Sequence[bytes | memoryview], route: Route
+        self,
+        descriptors: Any,
+        buffers: Sequence[bytes | memoryview],
+        route: Route,
+        *,
+        are_leaves: bool = True,
     ) -> list[torch.Tensor]:
         """The tensors that a peer packed. Large writable buffers are taken over for good, others are copied.
+
+        They need gradients where the peer's did, unless the graph goes on behind them: `are_leaves` is False.
 
         Raises PeerError when the peer is gone and its memory with it, WireError when descriptors and buffers
         don't fit together.
         """
         if torch.is_inference_mode_enabled():  # what a peer sent may be trained with, wherever it arrives
             with torch.inference_mode(False):
-                return self.unpack(descriptors, buffers, route)
+                return self.unpack(descriptors, buffers, route, are_leaves=are_leaves)
         left = iter(buffers)
         tensors = [self._unpack(descriptor, left, route) for descriptor in descriptors]
+        if are_leaves:
+            for tensor, descriptor in zip(tensors, descriptors, strict=True):
+                if descriptor[3]:
+                    tensor.requires_grad_()
         if next(left, None) is not None:
             raise WireError(f"worker {route.peer_id} sent {len(buffers)} buffers, more than its tensors have")
         return tensors
@@ -189,11 +200,10 @@ class TensorPost:
         self, descriptor: Descriptor, left: Iterator[bytes | memoryview], route: Route
     ) -> torch.Tensor:
         if len(descriptor) == 5:
-            layout, shape, is_coalesced, requires_grad, packed = descriptor
+            layout, shape, is_coalesced, _, packed = descriptor
             parts = [self._unpack(part, left, route) for part in packed]
-            tensor = put_together(layout, shape, is_coalesced, parts)
-            return tensor.requires_grad_() if requires_grad else tensor
-        name, shape, strides, requires_grad, device, place = descriptor
+            return put_together(layout, shape, is_coalesced, parts)
+        name, shape, strides, _, device, place = descriptor
         dtype = _DTYPES[name]
         if device == "meta":
             strides = contiguous_strides(shape) if strides is None else strides
@@ -206,7 +216,7 @@ class TensorPost:
                 tensor.resize_(shape)
             else:
                 raise WireError(f"{tensor.numel()} elements for a tensor of shape {shape}")
-        return tensor.requires_grad_() if requires_grad else tensor
+        return tensor
 
     def _receive(
         self,
