@@ -39,11 +39,11 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self._context = _new_context()
-        return self._context.id
+        self._id = _new_context().id
+        return self._id
 
     def __exit__(self, *_: object) -> None:
-        _leave(self._context.id)
+        _leave(self._id)
 
 
 def backward(
@@ -137,9 +137,10 @@ def is_available() -> bool:
 
 
 def _new_context() -> DistAutogradContext:
-    if here.context_id and _tracker().contexts.find(here.context_id) is not None:
+    contexts = _tracker().contexts
+    if here.context_id and contexts.find(here.context_id) is not None:
         raise StateError(f"Already have an autograd context id for this thread: {here.context_id}")
-    made = _tracker().contexts.new()
+    made = contexts.new()
     here.context_id = made.id
     return made
 

@@ -36,7 +36,7 @@ class _Send(Function):
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.number = number
-        return torch.zeros((), device="cpu")
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -86,7 +86,7 @@ def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         views = [
             tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided
         ]
-        token = cast(torch.Tensor, _Send.apply(number, *tensors))
+        token = cast(torch.Tensor, _apply_send(number, *tensors))
     del views
     return token
 
@@ -94,7 +94,7 @@ def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Tensors that came in a message, as outputs of a node; and the node."""
     with recording():
-        tied = cast("tuple[torch.Tensor, ...]", _Recv.apply(cut, _anchor, tensors))
+        tied = cast("tuple[torch.Tensor, ...]", _apply_recv(cut, _anchor, tensors))
     return tied, tied[0].grad_fn
 
 
@@ -116,6 +116,11 @@ def root_gradient() -> torch.Tensor:
     return _one
 
 
+def anchor() -> torch.Tensor:
+    """The leaf below all that was received: who asks for some leaves' gradients must ask for its too."""
+    return _anchor
+
+
 def is_anchor(variable: torch.Tensor) -> bool:
     """Whether a leaf of the graph is weft's own."""
     return variable is _anchor
@@ -126,6 +131,9 @@ def cut_of(node: Any) -> RecvCut | None:
     return node.cut if type(node) is _RECV_NODE else None
 
 
+# Function.apply without its look for the transforms of functorch, which no message is part of.
+_apply_send: Any = super(Function, _Send).apply
+_apply_recv: Any = super(Function, _Recv).apply
 _RECV_NODE: Any = _Recv._backward_cls  # type: ignore[attr-defined]
 _SEND_NODE: Any = _Send._backward_cls  # type: ignore[attr-defined]
 # As profiles and `grad_fn.name()` show them, under torch's names.

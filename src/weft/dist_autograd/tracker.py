@@ -105,7 +105,7 @@ class GraphTracker:
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
         context = self.end(context_id, but=sender_id)
-        if context is not None:
+        if context is not None and context.may_hold_users:
             self._agent.let_go([context])
 
     def _fail_runs(self, context: DistAutogradContext) -> None:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 _NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be missed
 _MOMENT_SECS = 0.001  # a job that takes longer is not waited for
-_LOOK_SECS = 0.002  # how often to look for such jobs: each look takes the interpreter from whoever works
+# How often to look for such jobs: each look takes the interpreter from whoever works.
+_LOOK_SECS, _SELDOM_SECS = 0.002, 0.005  # when one runs, and when none did
 _QUIET_SECS = 0.05  # so long after the last job nobody needs to be looked after
 
 
@@ -255,7 +256,9 @@ class Pool:
                 self._is_looked_after = False
         if is_waiting:
             self._ear.bell.wake()
-        return now + _LOOK_SECS if self._is_looked_after else None
+        if not self._is_looked_after:
+            return None
+        return now + (_LOOK_SECS if is_watched else _SELDOM_SECS)
 
     # Those who wait
 
@@ -296,21 +299,22 @@ class Pool:
                 return call.wait()
         bell = self._ear.bell
         call.when_answered = bell.wake_caller
-        bell.set_listening(True)
+        is_asleep = not self.spin_secs  # else it looks by itself for a moment
+        bell.set_listening(is_asleep=is_asleep)
         try:
             send()
             if self._mine.is_worker:
                 with self.blocking():
-                    return self._listen(call)
-            return self._listen(call)
+                    return self._listen(call, is_asleep)
+            return self._listen(call, is_asleep)
         finally:
-            bell.set_listening(False)
+            bell.stop_listening()
             self._listening.release()
             if self._ear.has_mail() and not self._num_awake:  # its sender thought that somebody listens
                 bell.wake()
 
-    def _listen(self, call: SyncCall) -> bool:
-        bell, is_asleep = self._ear.bell, False
+    def _listen(self, call: SyncCall, is_asleep: bool) -> bool:
+        bell = self._ear.bell
         while True:
             signal = bell.caller_signal()
             self._take_for_others(call)
@@ -322,8 +326,8 @@ class Pool:
             if not is_asleep and self._spin():
                 continue
             if not is_asleep:
-                bell.fall_asleep()
                 is_asleep = True
+                bell.set_listening(is_asleep=True)
                 continue
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
 

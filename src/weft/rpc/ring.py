@@ -27,6 +27,7 @@ RING_BYTES = 1 << 20
 _START = 128
 _HEAD, _TAIL = 0, 8  # as indices of 64-bit words
 _LENGTHS = [struct.Struct(f"<{1 + num_parts}Q") for num_parts in range(9)]
+_ONE_PART = _LENGTHS[1]
 _COUNT = struct.Struct("<Q")
 _SKIP = (1 << 64) - 1  # in the place of a number of parts: go on at the start
 _SPILL = (1 << 64) - 2  # the message lies in a segment of its own, whose name follows
@@ -54,14 +55,18 @@ class RingWriter:
         """Put a message in; False when there is no room."""
         if self._spilled:
             self._forget_read()
-        lengths = [len(part) for part in parts]
+        lengths = list(map(len, parts))
         num_bytes = 8 + 8 * len(lengths) + sum(lengths)
         if num_bytes > RING_BYTES // 4:
             return self._spill(parts, lengths, num_bytes)
         at = self._reserve(num_bytes)
         if at is None:
             return False
-        _put(self._data, at, parts, lengths)
+        if len(parts) == 1:  # the usual case, without a loop
+            _ONE_PART.pack_into(self._data, at, 1, lengths[0])
+            self._data[at + _ONE_PART.size : at + num_bytes] = parts[0]
+        else:
+            _put(self._data, at, parts, lengths)
         self._publish(num_bytes)
         return True
 
@@ -134,6 +139,11 @@ class RingReader:
             if segment is None:
                 return self.read()
             return _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)[0]
+        if num_parts == 1:
+            (num_bytes,) = _COUNT.unpack_from(self._data, at + _COUNT.size)
+            part = bytes(self._data[at + _ONE_PART.size : at + _ONE_PART.size + num_bytes])
+            self._move(_aligned(_ONE_PART.size + num_bytes))
+            return [part]
         parts, num_bytes = _get(self._data, at, is_copied=True)
         self._move(_aligned(num_bytes))
         return parts

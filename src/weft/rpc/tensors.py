@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft.errors import UnfitError, UnsupportedError
@@ -42,6 +43,11 @@ _NAMES = {
     if isinstance(value, torch.dtype)
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# The dtypes that numpy has too: it makes a tensor of a message's bytes in one step.
+_NUMPY_DTYPES = {
+    name: np.dtype(name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 Descriptor = tuple[Any, ...]
 
@@ -204,6 +210,8 @@ class TensorPost:
             parts = [self._unpack(part, left, route) for part in packed]
             return put_together(layout, shape, is_coalesced, parts)
         name, shape, strides, _, device, place = descriptor
+        if place is None and device is None and strides is None and name in _NUMPY_DTYPES:
+            return _copied(_next_of(left), _NUMPY_DTYPES[name], shape)
         dtype = _DTYPES[name]
         if device == "meta":
             strides = contiguous_strides(shape) if strides is None else strides
@@ -228,7 +236,7 @@ class TensorPost:
     ) -> torch.Tensor:
         """The memory of one tensor, 1D and on its device."""
         if place is None:
-            flat = _take_over(next(left, None), dtype)
+            flat = _take_over(_next_of(left), dtype)
         elif place[0] == _ON_DEVICE:
             block = self._device_borrower.fetch(
                 Place(*place[1:]), route.peer_id, torch.device(device or "cuda")
@@ -286,10 +294,24 @@ class TensorPost:
         return [self._arena, *self._device_arenas.values()]
 
 
-def _take_over(buffer: bytes | memoryview | None, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a message as a tensor, 1D."""
+def _copied(buffer: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Bytes of a message as a contiguous tensor; large ones that may be written to are taken over."""
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise WireError(f"{len(buffer)} bytes for a tensor of shape {shape} and {dtype}")
+    is_taken_over = len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly
+    array = np.ndarray(shape, dtype, buffer if is_taken_over else bytearray(buffer))
+    return torch.from_numpy(array if array.flags.aligned else array.copy())
+
+
+def _next_of(left: Iterator[bytes | memoryview]) -> bytes | memoryview:
+    buffer = next(left, None)
     if buffer is None:
         raise WireError("fewer buffers than tensors")
+    return buffer
+
+
+def _take_over(buffer: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a message as a tensor, 1D."""
     if not buffer:
         return torch.empty(0, dtype=dtype, device="cpu")
     if len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly:

@@ -79,10 +79,13 @@ def encode_message(message: Message) -> list[bytes | memoryview]:
         raise WireError(f"{message.kind!r} from {message.sender}: a number doesn't fit ({error})") from error
     if not buffers:
         return [header + body]  # the usual case, without a loop
-    lengths = [len(buffer) for buffer in buffers]
-    small = [buffer for buffer, length in zip(buffers, lengths, strict=True) if length <= INLINE_BYTES]
-    large = [buffer for buffer, length in zip(buffers, lengths, strict=True) if length > INLINE_BYTES]
-    return [b"".join((header, struct.pack(f"<{len(lengths)}Q", *lengths), body, *small)), *large]
+    lengths = list(map(len, buffers))
+    table = struct.pack(f"<{len(lengths)}Q", *lengths)
+    if max(lengths) <= INLINE_BYTES:
+        return [b"".join((header, table, body, *buffers))]
+    small = [buffer for buffer in buffers if len(buffer) <= INLINE_BYTES]
+    large = [buffer for buffer in buffers if len(buffer) > INLINE_BYTES]
+    return [b"".join((header, table, body, *small)), *large]
 
 
 def decode_message(parts: Sequence[bytes | memoryview]) -> Message:
@@ -122,8 +125,9 @@ def _decode_buffers(
     if num_buffers > MAX_BUFFERS or body_start > len(first):
         raise WireError(f"{num_buffers} buffers said to be in a first part of {len(first)} bytes")
     lengths = struct.unpack_from(f"<{num_buffers}Q", first, _HEADER.size)
-    num_parts = 1 + sum(length > INLINE_BYTES for length in lengths)
-    first_bytes = body_start + body_bytes + sum(length for length in lengths if length <= INLINE_BYTES)
+    large_lengths = [length for length in lengths if length > INLINE_BYTES]
+    num_parts = 1 + len(large_lengths)
+    first_bytes = body_start + body_bytes + sum(lengths) - sum(large_lengths)
     if len(parts) != num_parts:
         raise WireError(f"{len(parts)} parts where the lengths say {num_parts}")
     if len(first) != first_bytes:
