@@ -42,9 +42,10 @@ def current_node() -> Any:
 
 def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:
     """Let the engine come to nodes when none of the others is ready, and to the last of them first."""
+    num_last = len(last)
     for node in others:
-        if node._sequence_nr() < len(last):  # among the first that its thread has made
-            node._set_sequence_nr(len(last))
+        if node._sequence_nr() < num_last:  # among the first that its thread has made
+            node._set_sequence_nr(num_last)
     for place, node in enumerate(last):
         node._set_sequence_nr(place)
 

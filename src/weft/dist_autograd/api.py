@@ -121,10 +121,12 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _tracker() -> GraphTracker:
-    agent = registry.current_agent(
-        "Need to initialize distributed autograd using torch.distributed.autograd.init(): call "
-        "weft.rpc.init_rpc first."
-    )
+    agent = registry.find_agent()
+    if agent is None:
+        raise StateError(
+            "Need to initialize distributed autograd using torch.distributed.autograd.init(): call "
+            "weft.rpc.init_rpc first."
+        )
     return tracker_here(agent)
 
 

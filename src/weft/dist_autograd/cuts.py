@@ -12,9 +12,8 @@ whatever was sent later is done before.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -29,7 +28,6 @@ from weft.rpc.tensors import Route
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
 _anchor_node = accumulation_node(_anchor)  # held, so that it is not made again by several threads at once
 _one = torch.ones((), device="cpu")
-_as_it_is = nullcontext()
 
 
 class _Send(Function):
@@ -79,36 +77,33 @@ class RecvCut:
 
 def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A token for tensors that are sent. It holds their graph as it is now."""
+    return recorded(_cut_sent, number, tensors)
+
+
+def _cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # A leaf's node is made under a lock of the leaf's, and for that torch may need the interpreter's. A
     # Function holds the latter when it asks for the node: where another thread makes it just then, both would
     # wait for ever. So the nodes are made before, by views, and held; sparse tensors have no views.
-    with recording():
-        views = [
-            tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided
-        ]
-        token = cast(torch.Tensor, _apply_send(number, *tensors))
+    views = [
+        tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided
+    ]
+    token = _apply_send(number, *tensors)
     del views
     return token
 
 
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Tensors that came in a message, as outputs of a node; and the node."""
-    with recording():
-        tied = cast("tuple[torch.Tensor, ...]", _apply_recv(cut, _anchor, tensors))
+    tied: tuple[torch.Tensor, ...] = recorded(_apply_recv, cut, _anchor, tensors)
     return tied, tied[0].grad_fn
 
 
-def recording() -> AbstractContextManager[None]:
-    """Autograd records nodes inside."""
+def recorded(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, with autograd recording its nodes."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return _as_it_is
-    return _recording()
-
-
-@contextmanager
-def _recording() -> Generator[None]:
+        return function(*args)
     with torch.inference_mode(False), torch.enable_grad():
-        yield
+        return function(*args)
 
 
 def root_gradient() -> torch.Tensor:

@@ -101,6 +101,7 @@ class Landing:
         self.context = context
         self.taking: set[_Leaf] = set()  # leaves at which it is now
         self._added: dict[torch.Tensor, torch.Tensor] = {}
+        self._returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
         self._leaves: list[int] = []
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with what `.grad` was
@@ -148,9 +149,9 @@ class Landing:
             counts = _counts_at(grads, place)
             grad = grads[place]
             if grad is not None:
-                is_alone = all(count <= usual for count, usual in zip(counts, fresh, strict=True))
+                is_alone = counts[0] <= fresh[0] and counts[1] <= fresh[1]
                 is_kept = is_alone and _is_fit_to_keep(grad, leaf)
-                self._added[leaf] = grad if is_kept else _copy_like(grad, leaf)
+                self._returned.append((leaf, grad if is_kept else _copy_like(grad, leaf)))
             del grad  # counted no more than those that come
 
     def show(self, variable: torch.Tensor) -> torch.Tensor | None:
@@ -224,10 +225,9 @@ class Landing:
                     grads.pop(variable, None)
                 else:
                     grads[variable] = grad
-            for variable, grad in self._added.items():
-                known = grads.get(variable)
-                if known is None:
-                    grads[variable] = grad
+            for variable, grad in [*self._returned, *self._added.items()]:
+                known = grads.setdefault(variable, grad)
+                if known is grad:
                     continue
                 with torch.no_grad():
                     # A sparse one can't be added to in place.

@@ -34,6 +34,7 @@ from weft.rpc.failures import Failure, describe_failure
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
     from weft.rpc.tensors import Route
+    from weft.rpc.workers import WorkerInfo
 
 _LOOK_AGAIN = StateError("something has come")  # any answer ends a wait
 _GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
@@ -46,10 +47,11 @@ class Abandoned(Exception):
 class _Delivery(Call):
     """Gradients on their way to another worker. The answer says that its part is done."""
 
-    def __init__(self, run: Run, route: Route) -> None:
+    is_internal = True
+
+    def __init__(self, run: Run, to: WorkerInfo) -> None:
         # Without a timeout: whoever waits in vain for gradients says so, and can say which.
-        super().__init__(run.agent.directory.find(route.peer_id).info, "gradients of a backward", 0)
-        self.is_internal = True
+        super().__init__(to, "gradients of a backward", 0)
         self._run = run
 
     def answer(self, answer: Answer) -> None:
@@ -240,11 +242,12 @@ class Run:
         while self._outgoing:
             with self._lock:
                 _, (route, batch) = self._outgoing.popitem()
-                delivery = _Delivery(self, route)
+                peer = self.agent.directory.find(route.peer_id)
+                delivery = _Delivery(self, peer.info)
                 self._deliveries.add(delivery)
             options = (self._retain_graph, self._is_exact)
             args = (self.context.id, self.number, *options, self.agent.info.id, *flatten_batch(batch))
-            sends.append(self.agent.caller.pack(delivery, messages.take_gradients, args, route))
+            sends.append(self.agent.caller.pack(delivery, peer, messages.take_gradients, args, route))
         return sends
 
     def _open_answers(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, recording, tie_received
+from weft.dist_autograd.cuts import RecvCut, cut_sent, recorded, tie_received
 from weft.dist_autograd.messages import Batch
 from weft.dist_autograd.run import Abandoned, Run
 from weft.errors import BackwardError, StateError, WeftError
@@ -142,8 +142,7 @@ class GraphTracker:
         try:
             if is_exact:
                 self._find_parts(run, retain_graph, run.reach([root.grad_fn for root in roots]))
-            with recording():  # of the nodes that are added
-                run.execute(roots, gradients)
+            recorded(run.execute, roots, gradients)  # of the nodes that are added
         except Exception as error:
             self._fail(run, error)
             explained = self._explain(run, error)
@@ -299,6 +298,6 @@ def _close_run(run: Run) -> None:
 def tracker_here(agent: Agent) -> GraphTracker:
     """The tracker of an agent."""
     tracker = agent.tracker
-    if not isinstance(tracker, GraphTracker):
+    if type(tracker) is not GraphTracker:
         raise StateError("RPC was initialized before weft.dist_autograd was imported.")
     return tracker

@@ -122,10 +122,9 @@ class Caller:
             raise
 
     def pack(
-        self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], route: Route
+        self, call: Call, peer: Peer, func: Callable[..., Any], args: tuple[Any, ...], route: Route
     ) -> Callable[[], None]:
         """Pack a call of weft's own, which sees to its answer itself; what sends it."""
-        peer = self._agent.directory.find(call.to.id)
         packed = self._pack(peer, call, func, args, {}, route)
         return lambda: self._post(peer, call, Kind.CALL, packed)
 

@@ -137,14 +137,15 @@ def unpickle_object(
     return unpickler.load()
 
 
-def name_global(function: object) -> tuple[str, str] | None:
+def name_global(function: Any) -> tuple[str, str] | None:
     """The module and the name that other workers find a function by; None where they may not, or are several.
 
     Only for plain functions and torch's own: what else has a name is pickled.
     """
-    if isinstance(function, types.FunctionType):
+    kind: type = type(function)
+    if kind is types.FunctionType:
         module, name = function.__module__, function.__qualname__
-    elif isinstance(function, types.BuiltinFunctionType):
+    elif kind is types.BuiltinFunctionType:
         module, name = "torch", function.__name__
     else:
         return None

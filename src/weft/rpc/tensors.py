@@ -145,7 +145,9 @@ class TensorPost:
                 parcel.lent.append((self._arena, place))
                 return tuple(place)
         if num_bytes <= INLINE_BYTES:  # will be copied into the message anyway; this is the fastest way
-            address = _address_of(tensor) if num_bytes else 0
+            address = tensor.data_ptr() if num_bytes else 0
+            if num_bytes and not address:
+                raise _memory_error(tensor)
             parcel.buffers.append(memoryview(ctypes.string_at(address, num_bytes)))
         else:
             raw: Any = _bytes_of(tensor, num_bytes).numpy()
@@ -211,7 +213,7 @@ class TensorPost:
             return put_together(layout, shape, is_coalesced, parts)
         name, shape, strides, _, device, place = descriptor
         if place is None and device is None and strides is None and name in _NUMPY_DTYPES:
-            return _copied(_next_of(left), _NUMPY_DTYPES[name], shape)
+            return _copied(next(left, None), _NUMPY_DTYPES[name], shape)
         dtype = _DTYPES[name]
         if device == "meta":
             strides = contiguous_strides(shape) if strides is None else strides
@@ -236,7 +238,7 @@ class TensorPost:
     ) -> torch.Tensor:
         """The memory of one tensor, 1D and on its device."""
         if place is None:
-            flat = _take_over(_next_of(left), dtype)
+            flat = _take_over(next(left, None), dtype)
         elif place[0] == _ON_DEVICE:
             block = self._device_borrower.fetch(
                 Place(*place[1:]), route.peer_id, torch.device(device or "cuda")
@@ -294,8 +296,10 @@ class TensorPost:
         return [self._arena, *self._device_arenas.values()]
 
 
-def _copied(buffer: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+def _copied(buffer: bytes | memoryview | None, dtype: np.dtype[Any], shape: Sequence[int]) -> torch.Tensor:
     """Bytes of a message as a contiguous tensor; large ones that may be written to are taken over."""
+    if buffer is None:
+        raise WireError("fewer buffers than tensors")
     if len(buffer) != math.prod(shape) * dtype.itemsize:
         raise WireError(f"{len(buffer)} bytes for a tensor of shape {shape} and {dtype}")
     is_taken_over = len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly
@@ -303,15 +307,10 @@ def _copied(buffer: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, 
     return torch.from_numpy(array if array.flags.aligned else array.copy())
 
 
-def _next_of(left: Iterator[bytes | memoryview]) -> bytes | memoryview:
-    buffer = next(left, None)
+def _take_over(buffer: bytes | memoryview | None, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a message as a tensor, 1D."""
     if buffer is None:
         raise WireError("fewer buffers than tensors")
-    return buffer
-
-
-def _take_over(buffer: bytes | memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a message as a tensor, 1D."""
     if not buffer:
         return torch.empty(0, dtype=dtype, device="cpu")
     if len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly:
@@ -343,13 +342,6 @@ def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
         raise _memory_error(tensor)
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, start, (num_bytes,), (1,))
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    address = tensor.data_ptr()
-    if not address:
-        raise _memory_error(tensor)
-    return address
 
 
 def _memory_error(tensor: torch.Tensor) -> Exception:
