@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.autograd.profiler import record_function
@@ -67,18 +67,22 @@ def backward(
     Raises BackwardError, a RuntimeError, for what a worker's part raised; PeerError for a worker that is
     gone.
     """
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):  # pyright: ignore
+    is_list = type(roots) is list or isinstance(roots, Sequence)  # pyright: ignore
+    if not isinstance(context_id, int) or not is_list:  # pyright: ignore
         raise ConfigTypeError(
             "backward(): incompatible function arguments: it takes a context's id (int) and a list of "
             f"tensors, not {type(context_id).__name__} and {type(roots).__name__}."
         )
     tracker = _tracker()
-    tracker.contexts.get(context_id)
+    context = tracker.contexts.get(context_id)
     _check_roots(roots, gradients)
     starts = [None] * len(roots) if gradients is None else gradients
-    is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    with record_function("torch::distributed::autograd::backward") if is_profiled else nullcontext():
-        tracker.backward(context_id, roots, starts, retain_graph=retain_graph, is_exact=exact)
+    run = partial(tracker.backward, context, roots, starts, retain_graph=retain_graph, is_exact=exact)
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        run()
+        return
+    with record_function("torch::distributed::autograd::backward"):
+        run()
 
 
 def _check_roots(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None) -> None:

@@ -126,7 +126,7 @@ class GraphTracker:
 
     def backward(
         self,
-        context_id: int,
+        context: DistAutogradContext,
         roots: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
         *,
@@ -134,7 +134,6 @@ class GraphTracker:
         is_exact: bool,
     ) -> None:
         """Run a backward that begins here. Returns when all workers have done their parts."""
-        context = self.contexts.get(context_id)
         number = self.contexts.new_run_id()
         run = self._open_run(context, number, retain_graph=retain_graph, is_exact=is_exact)
         assert run is not None

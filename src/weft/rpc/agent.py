@@ -40,7 +40,7 @@ from weft.rpc.rref_book import RRefBook
 from weft.rpc.secret import derive_keys
 from weft.rpc.serving import Server
 from weft.rpc.tensors import TensorPost
-from weft.rpc.wire import Kind, Message, encode_message
+from weft.rpc.wire import Kind, Message, encode_message, encode_parts
 from weft.rpc.workers import Card, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -151,9 +151,8 @@ class Agent:
     def _send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
     ) -> None:
-        message = Message(kind, self.info.id, call_id, self.epoch, body, buffers or ())
-        is_answer = kind is Kind.RESULT or kind is Kind.FAILURE
-        self.links.send(peer.info.id, encode_message(message), is_answer=is_answer)
+        parts = encode_parts(kind, self.info.id, call_id, self.epoch, body, buffers or ())
+        self.links.send(peer.info.id, parts, is_answer=kind is Kind.RESULT or kind is Kind.FAILURE)
 
     def send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None

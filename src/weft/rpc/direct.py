@@ -7,7 +7,7 @@ the rest goes into the message's index as it is. What has another form is pickli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,15 +20,10 @@ _TENSORS = frozenset((torch.Tensor,))
 _TENSORS_AND_PARAMETERS = frozenset((torch.Tensor, nn.Parameter))
 _VALUE, _TUPLE = 0, 1  # what it is, where it is no call
 
-
-class Lifted(NamedTuple):
-    """An object whose tensors were taken out. Everything but the tensors is plain data."""
-
-    what: int | tuple[str, str]  # a function's module and name, where it is a call
-    values: tuple[Any, ...]  # None in the place of a tensor
-    places: tuple[int, ...]
-    kwargs: Mapping[str, Any]
-    tensors: list[torch.Tensor]
+# What was lifted, all of it plain data, and the tensors that were taken out. The former is what it is (for a
+# call the function's module and name), the values with None in the place of a tensor, the places, and kwargs.
+What = int | tuple[str, str]
+Lifted = tuple[tuple[What, tuple[Any, ...], tuple[int, ...], Mapping[str, Any]], list[torch.Tensor]]
 
 
 def lift_call(
@@ -48,9 +43,7 @@ def lift_value(value: object, *, is_tracked: bool) -> Lifted | None:
     return _lift(_VALUE, (value,), {}, is_tracked)
 
 
-def _lift(
-    what: int | tuple[str, str], values: tuple[Any, ...], kwargs: Mapping[str, Any], is_tracked: bool
-) -> Lifted | None:
+def _lift(what: What, values: tuple[Any, ...], kwargs: Mapping[str, Any], is_tracked: bool) -> Lifted | None:
     kinds = _TENSORS_AND_PARAMETERS if is_tracked else _TENSORS
     places: list[int] = []
     for place, value in enumerate(values):
@@ -59,18 +52,18 @@ def _lift(
         elif type(value) not in _ATOMS:
             return None
     if not places:
-        return Lifted(what, values, (), kwargs, [])
+        return (what, values, (), kwargs), []
     tensors = [values[place] for place in places]
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors):
         return None  # one tensor in two places stays one
     left = list(values)
     for place in places:
         left[place] = None
-    return Lifted(what, tuple(left), tuple(places), kwargs, tensors)
+    return (what, tuple(left), tuple(places), kwargs), tensors
 
 
 def put_back(
-    what: int | tuple[str, str],
+    what: What,
     values: tuple[Any, ...],
     places: Sequence[int],
     kwargs: dict[str, Any],

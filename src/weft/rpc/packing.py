@@ -146,13 +146,12 @@ class Packer:
         return self._pack_lifted(lifted, route, context_id)
 
     def _pack_lifted(self, lifted: Lifted, route: Route, context_id: int) -> Packed:
-        what, values, places, kwargs, tensors = lifted
+        plain, tensors = lifted
         descriptors, buffers = self._post.pack(tensors, route) if tensors else (None, [])
         stub = None
         if context_id and self._tracker is not None:
             stub = self._tracker.on_send(context_id, tensors, route)
-        index = pickle.dumps((what, values, places, kwargs, descriptors, stub), 5)
-        body = _PREFIX.pack(_DIRECT, 0, context_id) + index
+        body = _PREFIX.pack(_DIRECT, 0, context_id) + pickle.dumps((*plain, descriptors, stub), 5)
         return Packed(body, buffers, None, descriptors, context_id, stub)
 
     def _pickle(self, obj: object, route: Route, context_id: int) -> Packed:

@@ -102,7 +102,8 @@ class TensorPost:
         parcel = _Parcel(route)
         try:
             descriptors = tuple([self._pack(tensor, parcel) for tensor in tensors])
-            parcel.finish_copies()
+            if parcel.devices:
+                parcel.finish_copies()
         except BaseException:
             parcel.finish_copies()
             for arena, place in parcel.lent:

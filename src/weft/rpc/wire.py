@@ -61,22 +61,24 @@ def encode_message(message: Message) -> list[bytes | memoryview]:
 
     Raises WireError when a number doesn't fit its field, or there are too many buffers.
     """
-    body, buffers = message.body, message.buffers
+    return encode_parts(*message)
+
+
+def encode_parts(
+    kind: Kind,
+    sender: int,
+    call_id: int,
+    epoch: int,
+    body: bytes | memoryview,
+    buffers: Sequence[bytes | memoryview],
+) -> list[bytes | memoryview]:
+    """The same of a message that was not put together."""
     if len(buffers) > MAX_BUFFERS:
         raise WireError(f"{len(buffers)} buffers in one message; at most {MAX_BUFFERS} fit")
     try:
-        header = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            message.kind,
-            message.sender,
-            len(buffers),
-            message.call_id,
-            message.epoch,
-            len(body),
-        )
+        header = _HEADER.pack(_MAGIC, _VERSION, kind, sender, len(buffers), call_id, epoch, len(body))
     except struct.error as error:
-        raise WireError(f"{message.kind!r} from {message.sender}: a number doesn't fit ({error})") from error
+        raise WireError(f"{kind!r} from {sender}: a number doesn't fit ({error})") from error
     if not buffers:
         return [header + body]  # the usual case, without a loop
     lengths = list(map(len, buffers))
@@ -95,7 +97,7 @@ def decode_message(parts: Sequence[bytes | memoryview]) -> Message:
     """
     if not parts:
         raise WireError("a message of no parts")
-    first = _check_bytes(parts[0])
+    first = memoryview(parts[0]) if type(parts[0]) is bytes else _check_bytes(parts[0])
     if len(first) < _HEADER.size:
         raise WireError(f"{len(first)} bytes where a header has {_HEADER.size}")
     magic, version, number, sender, num_buffers, call_id, epoch, body_bytes = _HEADER.unpack_from(first)
