@@ -12,6 +12,7 @@ done, and all that it began itself: the root is answered last.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.landing import Landing, is_plain_leaf
 from weft.dist_autograd.messages import Batch, Grads, flatten_batch, read_batch
 from weft.dist_autograd.running import at_work
-from weft.errors import PeerTimeoutError, StateError
-from weft.rpc.calls import Answer, Call, SyncCall
+from weft.errors import PeerTimeoutError
+from weft.rpc.calls import LOOK_AGAIN, Answer, Call, Waiter
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import Failure, describe_failure
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from weft.rpc.tensors import Route
     from weft.rpc.workers import WorkerInfo
 
-_LOOK_AGAIN = StateError("something has come")  # any answer ends a wait
 _GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
 
 
@@ -78,7 +78,7 @@ class Run:
         self._outgoing: dict[tuple[int, bool], tuple[Route, Batch]] = {}
         self._deliveries: set[_Delivery] = set()  # without an answer
         self._answers: deque[tuple[_Delivery, Answer]] = deque()
-        self._waiter: SyncCall | None = None
+        self._waiter: Waiter | None = None
         self.has_begun = False  # somebody executes it
 
     # What nodes of the graph ask for
@@ -130,7 +130,7 @@ class Run:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            waiter.answer(_LOOK_AGAIN)
+            waiter.answer(LOOK_AGAIN)
 
     # Finding out what takes part
 
@@ -223,7 +223,7 @@ class Run:
                 has_news = self.failure is not None or self._answers or self._outgoing
                 is_over = is_done()
                 if not has_news and not is_over:
-                    waiter = self._waiter = SyncCall(self.agent.info, "a backward", timeout_secs)
+                    waiter = self._waiter = Waiter(time.monotonic() + (timeout_secs or float("inf")))
                 else:
                     waiter = None
             if waiter is not None:

@@ -59,7 +59,8 @@ class Caller:
         """Call a function on a worker; a future of what it returns or raises."""
         peer = self._agent.directory.find(to)
         agent = self._agent
-        timeout_secs, future = agent.resolve_timeout(timeout), CallFuture(agent.pool.blocking)
+        timeout_secs = agent.resolve_timeout(timeout)
+        future = CallFuture(agent.pool.blocking, agent.pool.wait_for, agent.open_answer)
         what = lambda: f"rpc_async of {_name_of(func)}"  # noqa: E731
         call = AsyncCall(peer.info, what, timeout_secs, future, agent.open_answer)
         call.is_internal = is_internal

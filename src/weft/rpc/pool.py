@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from weft.local import kernel
 from weft.rpc.bell import Bell
-from weft.rpc.calls import SyncCall
+from weft.rpc.calls import Waiter
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], None]
@@ -287,14 +287,15 @@ class Pool:
                     running.is_away = False
                     self._set_awake(1)
 
-    def wait_for(self, call: SyncCall, send: Callable[[], object]) -> bool:
-        """Send a call and wait for its answer; whether that came in time.
+    def wait_for(self, call: Waiter, send: Callable[[], object] | None = None) -> bool:
+        """Wait for an answer; whether it came in time. One caller at a time takes messages.
 
-        One caller at a time takes messages. `send` must not wait: it is called when the caller listens, so
-        that the answer wakes nobody else.
+        `send` sends the call, where that is still to be done, and must not wait. It is called when the caller
+        listens, so that the answer wakes nobody else.
         """
         if not self._listening.acquire(blocking=False):
-            send()
+            if send is not None:
+                send()
             with self.blocking():
                 return call.wait()
         bell = self._ear.bell
@@ -302,7 +303,8 @@ class Pool:
         is_asleep = not self.spin_secs  # else it looks by itself for a moment
         bell.set_listening(is_asleep=is_asleep)
         try:
-            send()
+            if send is not None:
+                send()
             if self._mine.is_worker:
                 with self.blocking():
                     return self._listen(call, is_asleep)
@@ -313,7 +315,7 @@ class Pool:
             if self._ear.has_mail() and not self._num_awake:  # its sender thought that somebody listens
                 bell.wake()
 
-    def _listen(self, call: SyncCall, is_asleep: bool) -> bool:
+    def _listen(self, call: Waiter, is_asleep: bool) -> bool:
         bell = self._ear.bell
         while True:
             signal = bell.caller_signal()
@@ -331,7 +333,7 @@ class Pool:
                 continue
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
 
-    def _take_for_others(self, call: SyncCall) -> None:
+    def _take_for_others(self, call: Waiter) -> None:
         """Take messages until the answer has come; leave the jobs to the pool."""
         while call.reply is None:
             with self._taking:
