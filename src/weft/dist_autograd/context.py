@@ -61,8 +61,8 @@ class DistAutogradContext:
             )
 
     @property
-    def may_hold_users(self) -> bool:
-        """Whether something of the user's may go with it, whose end is the user's code."""
+    def is_large(self) -> bool:
+        """Whether it holds more than a few nodes of the graph."""
         return bool(self.grads or self.sent or self.unsynced or self.runs)
 
     def add_received(self, node: Any) -> None:

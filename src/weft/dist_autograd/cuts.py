@@ -127,8 +127,8 @@ def cut_of(node: Any) -> RecvCut | None:
 
 
 # Function.apply without its look for the transforms of functorch, which no message is part of.
-_apply_send: Any = super(Function, _Send).apply
-_apply_recv: Any = super(Function, _Recv).apply
+_apply_send: Any = super(Function, _Send).apply  # type: ignore[attr-defined]
+_apply_recv: Any = super(Function, _Recv).apply  # type: ignore[attr-defined]
 _RECV_NODE: Any = _Recv._backward_cls  # type: ignore[attr-defined]
 _SEND_NODE: Any = _Send._backward_cls  # type: ignore[attr-defined]
 # As profiles and `grad_fn.name()` show them, under torch's names.

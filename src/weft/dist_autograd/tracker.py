@@ -32,6 +32,7 @@ class GraphTracker:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.contexts = Contexts(agent.info.id)
+        self._left: list[DistAutogradContext] = []  # contexts that have ended, to be dropped
         # What other workers tell; heard where nothing may wait.
         self.notices: Mapping[str, Callable[..., None]] = {
             _ENDED: self._on_ended,
@@ -70,6 +71,7 @@ class GraphTracker:
         self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
     ) -> Sequence[torch.Tensor]:
         """Make tensors that came over a cut the outputs of a node."""
+        self._left.clear()
         context = self.contexts.join(context_id)
         if context is not None:
             _note_peer(context, route)
@@ -105,8 +107,10 @@ class GraphTracker:
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
         context = self.end(context_id, but=sender_id)
-        if context is not None and context.may_hold_users:
+        if context is not None and context.is_large:
             self._agent.let_go([context])
+        elif context is not None:
+            self._left.append(context)
 
     def _fail_runs(self, context: DistAutogradContext) -> None:
         """End what goes on in a context that ends: nobody will send it what it waits for."""

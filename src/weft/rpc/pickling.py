@@ -159,7 +159,8 @@ def find_global(module: str, name: str, allow: Allowed | None) -> Any:
         checked = _CheckedUnpickler(io.BytesIO(), ())
         checked.allow, checked.tensors = allow, ()
         return checked.find_class(module, name)
-    found = getattr(sys.modules.get(module), name, None)
+    home = sys.modules.get(module)
+    found = None if home is None else getattr(home, name, None)
     if found is not None:  # the usual case, and the quickest way
         return found
     unpickler = _Unpickler(io.BytesIO())
