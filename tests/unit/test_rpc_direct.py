@@ -29,7 +29,8 @@ class Holder:
 def travel(lifted: Lifted | None, allow: Allowed | None = None) -> Any:
     assert lifted is not None
     plain, tensors = lifted
-    return put_back(*pickle.loads(pickle.dumps(plain)), tensors, allow)
+    what, values, places, kwargs = pickle.loads(pickle.dumps(plain))
+    return put_back(what, values, places, kwargs, tensors, allow)
 
 
 @pytest.mark.parametrize("func", [scale, torch.mm, math.prod])

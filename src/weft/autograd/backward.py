@@ -51,16 +51,12 @@ def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:
 
 
 def run_engine(
-    roots: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor] = (),
-    *,
-    retain_graph: bool,
-) -> Sequence[torch.Tensor | None]:
-    """Run a backward, as torch.autograd.backward; or, where there are inputs, as torch.autograd.grad.
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, retain_graph: bool
+) -> None:
+    """Run a backward, as torch.autograd.backward.
 
-    Their checks of roots and gradients take longer than a small graph does. They are left out where they
-    can't find anything: where all roots are plain real scalars.
+    Its checks of roots and gradients take longer than a small graph does. They are left out where they can't
+    find anything: where all roots are plain real scalars.
     """
     if all(_is_plain_start(root, start) for root, start in zip(roots, gradients, strict=True)):
         starts = [
@@ -68,14 +64,17 @@ def run_engine(
             for root, start in zip(roots, gradients, strict=True)
         ]
         engine: Any = Variable._execution_engine
-        is_kept, has_graph, may_be_unreachable, is_accumulated = retain_graph, False, True, not inputs
-        return engine.run_backward(
-            tuple(roots), tuple(starts), is_kept, has_graph, tuple(inputs), may_be_unreachable, is_accumulated
+        engine.run_backward(
+            tuple(roots),
+            tuple(starts),
+            keep_graph=retain_graph,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
-    if inputs:
-        return torch.autograd.grad(roots, inputs, gradients, retain_graph=retain_graph, allow_unused=True)
-    torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
-    return ()
+    else:
+        torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
 
 
 def _is_plain_start(root: torch.Tensor, start: torch.Tensor | None) -> bool:

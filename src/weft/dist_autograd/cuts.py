@@ -111,11 +111,6 @@ def root_gradient() -> torch.Tensor:
     return _one
 
 
-def anchor() -> torch.Tensor:
-    """The leaf below all that was received: who asks for some leaves' gradients must ask for its too."""
-    return _anchor
-
-
 def is_anchor(variable: torch.Tensor) -> bool:
     """Whether a leaf of the graph is weft's own."""
     return variable is _anchor

@@ -17,7 +17,6 @@ class Reached:
 
     def __init__(self) -> None:
         self.leaves: list[Any] = []  # nodes that add to a leaf's gradient
-        self.has_other_ends = False  # nodes that nothing follows, and that are none of these
         self._nodes: set[Any] = set()
 
     def add(self, starts: Iterable[Any]) -> list[RecvCut]:
@@ -46,9 +45,7 @@ class Reached:
 
     def _add_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)
-        if variable is None:
-            self.has_other_ends = True
-        elif not is_anchor(variable):
+        if variable is not None and not is_anchor(variable):
             self.leaves.append(node)
 
     def let_wait(self, nodes: Sequence[Any]) -> None:

@@ -1,9 +1,8 @@
 """Where gradients land: in the context, and nothing is left in `.grad`.
 
-The engine returns the gradients of leaves, where nobody else looks at any of them. Else a hook before the
-node that would add to a leaf's `.grad` takes the gradient, and leaves the node none. Leaves with
-post-accumulate hooks are for autograd to add to, since those look at `.grad`: it is the context's while they
-run, and before and after what it was. Either way several contexts can use a leaf at once.
+A hook before the node that would add to a leaf's `.grad` takes the gradient, and leaves the node none. Leaves
+with post-accumulate hooks are for autograd to add to, since those look at `.grad`: it is the context's while
+they run, and before and after what it was. Either way several contexts can use a leaf at once.
 
 Parameters that a strategy reduces (`announce_gradients`) have the context's gradients in `.grad` until the
 backward ends, when the reduced ones are there. The context gets all of them then; none if the backward fails
@@ -12,7 +11,6 @@ here.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -101,7 +99,6 @@ class Landing:
         self.context = context
         self.taking: set[_Leaf] = set()  # leaves at which it is now
         self._added: dict[torch.Tensor, torch.Tensor] = {}
-        self._returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
         self._leaves: list[int] = []
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with what `.grad` was
@@ -141,18 +138,6 @@ class Landing:
         else:
             self._added[variable] = _copy_like(grad, variable)
             self._shared[id(grad)] = grad  # the last leaf that gets it does not have it alone either
-
-    def take(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of leaves, which the engine has returned."""
-        fresh = count_returned()
-        for place, leaf in enumerate(leaves):
-            counts = _counts_at(grads, place)
-            grad = grads[place]
-            if grad is not None:
-                is_alone = counts[0] <= fresh[0] and counts[1] <= fresh[1]
-                is_kept = is_alone and _is_fit_to_keep(grad, leaf)
-                self._returned.append((leaf, grad if is_kept else _copy_like(grad, leaf)))
-            del grad  # counted no more than those that come
 
     def show(self, variable: torch.Tensor) -> torch.Tensor | None:
         """What a leaf's hooks are to find: a copy of the context's gradient, since the backward may fail."""
@@ -225,7 +210,7 @@ class Landing:
                     grads.pop(variable, None)
                 else:
                     grads[variable] = grad
-            for variable, grad in [*self._returned, *self._added.items()]:
+            for variable, grad in self._added.items():
                 known = grads.setdefault(variable, grad)
                 if known is grad:
                     continue
@@ -277,28 +262,6 @@ def count_fresh() -> tuple[int, int]:
     torch.autograd.backward([doubled], [torch.ones(1, device="cpu")])
     handle.remove()
     return counts[0]
-
-
-def is_plain_leaf(variable: torch.Tensor) -> bool:
-    """Whether a leaf's gradient is for the context alone: nobody looks at its `.grad`, or sets it."""
-    return variable.requires_grad and not hooks_of(variable) and not is_whole(variable)
-
-
-def _counts_at(grads: Sequence[torch.Tensor | None], place: int) -> tuple[int, int]:
-    """How often a gradient in a row is held, and its memory is used. Nothing here holds it longer."""
-    num_holders = sys.getrefcount(grads[place])
-    grad = grads[place]
-    has_memory = grad is not None and type(grad) is torch.Tensor and grad.layout is torch.strided
-    return num_holders, use_count(grad) if has_memory and grad is not None else 0
-
-
-@cache
-def count_returned() -> tuple[int, int]:
-    """The same of a gradient that nobody else has, when the engine has returned it. Tried out once."""
-    leaf = torch.zeros(1, device="cpu", requires_grad=True)
-    with torch.enable_grad():
-        doubled = leaf * 2
-    return _counts_at(torch.autograd.grad([doubled], [leaf], [torch.ones(1, device="cpu")]), 0)
 
 
 def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynced | None) -> None:

@@ -22,9 +22,9 @@ import torch
 from weft.autograd import run_engine
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, anchor, root_gradient
+from weft.dist_autograd.cuts import RecvCut, root_gradient
 from weft.dist_autograd.graph import Reached
-from weft.dist_autograd.landing import Landing, is_plain_leaf
+from weft.dist_autograd.landing import Landing
 from weft.dist_autograd.messages import Batch, Grads, flatten_batch, read_batch
 from weft.dist_autograd.running import at_work
 from weft.errors import PeerTimeoutError
@@ -195,22 +195,13 @@ class Run:
         with at_work(self) as more:
             own = [token for _, token in tokens] + more
             starts = [*gradients, *([root_gradient()] * len(own))]
-            self._land([*roots, *own], starts)
-
-    def _land(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the engine, and have the gradients of leaves in the context."""
-        landing, leaves = self.landing, [node.variable for node in self._reached.leaves]
-        if leaves and not self._reached.has_other_ends and all(map(is_plain_leaf, leaves)):
-            inputs = [*leaves, anchor()]
-            landing.take(leaves, run_engine(roots, gradients, inputs, retain_graph=self._retain_graph))
-        else:
-            landing.prepare(self._reached.leaves)
+            self.landing.prepare(self._reached.leaves)
             try:
-                run_engine(roots, gradients, retain_graph=self._retain_graph)
+                run_engine([*roots, *own], starts, retain_graph=self._retain_graph)
             except BaseException:
-                landing.settle(has_failed=True)
+                self.landing.settle(has_failed=True)
                 raise
-        landing.settle(has_failed=False)
+            self.landing.settle(has_failed=False)
 
     def _wait_until(self, is_done: Callable[[], bool], number: int | None = None) -> None:
         timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
