@@ -15,7 +15,6 @@ import errno
 import os
 import platform
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ from weft.errors import ConfigError, PeerError
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
-_FUTEX_WAIT_BITSET = 9
-_FUTEX_WAKE_BITSET = 10
 _EVERYONE = 2**31 - 1
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 
@@ -79,9 +76,6 @@ _libc_locked: Any = None if _libc is None else ctypes.PyDLL(None)
 _NUMBER = ctypes.c_long(_FUTEX_NUMBER.get(platform.machine(), -1))
 _WAIT = ctypes.c_int(_FUTEX_WAIT)
 _WAKE = ctypes.c_int(_FUTEX_WAKE)
-_WAIT_AS = ctypes.c_int(_FUTEX_WAIT_BITSET)
-_WAKE_AS = ctypes.c_int(_FUTEX_WAKE_BITSET)
-_FIRST, _OTHERS, _FIRST_OR_OTHERS = ctypes.c_uint(1), ctypes.c_uint(2), ctypes.c_uint(3)
 _ALL = ctypes.c_int(_EVERYONE)
 _ONE = ctypes.c_int(1)
 _ZERO = ctypes.c_int(0)
@@ -118,21 +112,6 @@ def futex_wait(word: ctypes.c_void_p, seen: int, secs: float) -> None:
     nanosecs = int(secs * 1e9)
     limit = _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
     _libc.syscall(_NUMBER, word, _WAIT, ctypes.c_uint(seen & 0xFFFFFFFF), ctypes.byref(limit), None, _ZERO)
-
-
-def futex_wake_first(word: ctypes.c_void_p) -> None:
-    """Wake the waiter that is to be woken first, or another one where there is none."""
-    for waiters in (_FIRST, _OTHERS):
-        if _libc_locked.syscall(_NUMBER, word, _WAKE_AS, _ONE, None, None, waiters):
-            return
-
-
-def futex_wait_as(word: ctypes.c_void_p, seen: int, secs: float, *, is_first: bool) -> None:
-    """The same as futex_wait, as the one to be woken first or as another."""
-    nanosecs = int((time.monotonic() + secs) * 1e9)  # this call of the kernel takes the time of the end
-    limit = _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
-    kind = _FIRST_OR_OTHERS if is_first else _OTHERS
-    _libc.syscall(_NUMBER, word, _WAIT_AS, ctypes.c_uint(seen & 0xFFFFFFFF), ctypes.byref(limit), None, kind)
 
 
 class RemoteMemory:

@@ -47,7 +47,7 @@ class Bell:
             if words[_LISTENING] == _ASLEEP:
                 kernel.futex_wake_one(self._caller_word)
         elif not words[_AWAKE]:
-            kernel.futex_wake_first(self._pool_word)
+            kernel.futex_wake_one(self._pool_word)
 
     def _full_fence(self) -> None:
         if _IS_X86:
@@ -70,9 +70,9 @@ class Bell:
         """What the pool's word is, to be read before looking for messages."""
         return self._words[_POOL]
 
-    def sleep(self, signal: int, secs: float, *, is_first: bool) -> None:
-        """Sleep until there is a message, `secs` at most; as the thread to be woken first, or as another."""
-        kernel.futex_wait_as(self._pool_word, signal, secs, is_first=is_first)
+    def sleep(self, signal: int, secs: float) -> None:
+        """Sleep until there is a message, `secs` at most."""
+        kernel.futex_wait(self._pool_word, signal, secs)
 
     def set_awake(self, num_awake: int) -> None:
         """Say how many of the pool's threads will look for messages without being woken."""
@@ -82,7 +82,7 @@ class Bell:
     def wake(self) -> None:
         """Wake a thread of the pool, whether one is awake or not."""
         self._words[_POOL] = next(self._values) & 0xFFFFFFFF
-        kernel.futex_wake_first(self._pool_word)
+        kernel.futex_wake_one(self._pool_word)
 
     # For a caller of the worker's own that listens
 

@@ -87,7 +87,6 @@ class Pool:
         self._limit = limit
         self.spin_secs = 0.0  # how long to look for messages before sleeping
         self._spinning = threading.Lock()
-        self._sleeping_first = threading.Lock()  # of the thread that is to be woken first
         self._taking = threading.Lock()
         self._listening = threading.Lock()  # of the caller that listens
         self._lock = threading.Lock()  # of all that follows
@@ -185,20 +184,11 @@ class Pool:
                     self._num_free -= 1
                     break
             if not ear.has_mail():  # what came since the last look found this thread awake
-                self._sleep(signal)
+                ear.bell.sleep(signal, _NAP_SECS)
             with self._lock:
                 self._set_awake(1)
         ear.bell.wake()  # the next one is to end too, or to hear in this one's place
         return None
-
-    def _sleep(self, signal: int) -> None:
-        """Sleep until there is a message. Whoever worked last is woken first: its caches are still warm."""
-        is_first = self._sleeping_first.acquire(blocking=False)
-        try:
-            self._ear.bell.sleep(signal, _NAP_SECS, is_first=is_first)
-        finally:
-            if is_first:
-                self._sleeping_first.release()
 
     def _spin(self) -> bool:
         """Look for messages for a moment before going to sleep; whether one came.
