@@ -104,7 +104,7 @@ class Landing:
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with what `.grad` was
         self._lent_ids: set[int] = set()
         self._renew: list[Renew] = []
-        self._shared: dict[int, torch.Tensor] = {}  # gradients that several leaves get, by id
+        self._shared: dict[int, torch.Tensor] = {}  # gradients that other leaves may get too, by id
         self._unsynced: list[tuple[Unsynced, Any]] = []
 
     def prepare(self, nodes: Iterable[Any]) -> None:
@@ -137,7 +137,7 @@ class Landing:
             self._added[variable] = grad
         else:
             self._added[variable] = _copy_like(grad, variable)
-            self._shared[id(grad)] = grad  # the last leaf that gets it does not have it alone either
+        self._shared[id(grad)] = grad  # another leaf that gets it does not have it alone
 
     def show(self, variable: torch.Tensor) -> torch.Tensor | None:
         """What a leaf's hooks are to find: a copy of the context's gradient, since the backward may fail."""
