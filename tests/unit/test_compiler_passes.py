@@ -1,226 +1,20 @@
-"""The passes one by one, but for bucketing and verifying: a graph before, the graph after, line by line."""
+"""Launches go up and waits go down: a graph before, the graph after, line by line."""
 
 from __future__ import annotations
 
 import operator
-from types import SimpleNamespace
 
-import pytest
 import torch
-from torch import Tensor, fx, nn
 
 from tests.compile_bodies.hand_graphs import Draft, HandOwner, bucket, run, slot, written
 from weft.compiler.graphs import WAIT, c10d
-from weft.compiler.ops import SEND, Marked
-from weft.compiler.passes.find_marks import find_reducible
+from weft.compiler.ops import RECEIVE, SEND
 from weft.compiler.passes.launch_early import launch_early, launches_in
-from weft.compiler.passes.mark_parameters import mark_parameters
-from weft.compiler.schedule import Wire, encode_schedule
-from weft.errors import StateError
+from weft.compiler.passes.wait_late import wait_late
+from weft.compiler.schedule import encode_schedule
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
-
-
-# mark_parameters
-
-
-class Scene:
-    """A forward as Dynamo leaves it: its inputs know the tensors that they were traced with."""
-
-    def __init__(self, **inputs: Tensor) -> None:
-        self.graph = fx.Graph()
-        self.inputs = {name: self.graph.placeholder(name) for name in inputs}
-        for name, tensor in inputs.items():
-            self.inputs[name].meta.update(grapharg=SimpleNamespace(example=tensor), example_value=tensor)
-
-    def multiply(self, *pairs: tuple[str, str]) -> list[fx.Node]:
-        return [
-            self.graph.call_function(torch.mul, (self.inputs[one], self.inputs[other]))
-            for one, other in pairs
-        ]
-
-
-def test_marks_stand_behind_the_inputs_and_all_readers_read_them() -> None:
-    a, b, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), torch.ones(2)
-    owner = HandOwner("A")
-    owner.params = [(0, a), (3, nn.Parameter(torch.ones(5))), (7, b)]
-    scene = Scene(a=a, x=x, b=b)
-    scene.graph.output(tuple(scene.multiply(("a", "x"), ("b", "a"))))
-    assert written(scene.graph) == ["mul = mul(a, x)", "mul1 = mul(b, a)", "output(mul, mul1)"]
-    mark_parameters(scene.graph, [owner.number, owner.number])
-    scene.graph.lint()
-    assert written(scene.graph) == [
-        f"apply = apply({owner.number}, {owner.wire}, [0, 7], a, b)",
-        "getitem = getitem(apply, 0)",
-        "getitem1 = getitem(apply, 1)",
-        "mul = mul(getitem, x)",
-        "mul1 = mul(getitem1, getitem)",
-        "output(mul, mul1)",
-    ]
-    assert [node.meta["example_value"] for node in scene.graph.nodes if node.target is operator.getitem] == [
-        a,
-        b,
-    ]
-
-
-def test_what_owners_do_not_have_is_not_marked() -> None:
-    owner, idle = HandOwner("A"), HandOwner("B")
-    owner.params = [(0, nn.Parameter(torch.ones(2)))]
-    scene = Scene(x=torch.ones(2), y=torch.ones(2))
-    scene.graph.output(tuple(scene.multiply(("x", "y"))))
-    before = written(scene.graph)
-    mark_parameters(scene.graph, [owner.number, idle.number])
-    mark_parameters(scene.graph, [])
-    assert written(scene.graph) == before
-
-
-def test_a_parameter_that_is_handed_out_and_one_of_two_owners() -> None:
-    both, mine = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    inner, outer = HandOwner("inner"), HandOwner("outer")
-    inner.params, outer.params = [(0, both)], [(0, mine), (1, both)]
-    scene = Scene(both=both, mine=mine)
-    scene.graph.output((*scene.multiply(("both", "mine")), scene.inputs["mine"]))
-    mark_parameters(scene.graph, [inner.number, outer.number])
-    scene.graph.lint()
-    assert written(scene.graph) == [
-        f"apply = apply({outer.number}, {outer.wire}, [0, 1], mine, both)",
-        "getitem = getitem(apply, 0)",
-        "getitem1 = getitem(apply, 1)",
-        f"apply1 = apply({inner.number}, {inner.wire}, [0], getitem1)",
-        "getitem2 = getitem(apply1, 0)",
-        "mul = mul(getitem2, getitem)",
-        "output(mul, getitem)",
-    ]
-
-
-def test_marked_parameters_are_as_they_were_and_so_are_their_gradients() -> None:
-    owner = HandOwner("A")
-    a, b, unused = (nn.Parameter(torch.randn(2, 3)) for _ in range(3))
-    marked_a, marked_b, _ = Marked.apply(owner.number, owner.wire, [0, 1, 2], a, b, unused)  # type: ignore[misc]
-    assert torch.equal(marked_a, a)
-    assert marked_a.data_ptr() == a.data_ptr()
-    (marked_a * marked_b).sum().backward()
-    assert a.grad is not None
-    assert torch.equal(a.grad, b.detach())
-    assert unused.grad is None
-    assert owner.heard == ["leave", "leave"]
-
-
-def test_an_owner_that_was_dropped() -> None:
-    owner = HandOwner("A")
-    number = owner.number
-    del owner
-    with pytest.raises(StateError, match="Keep the module"):
-        mark_parameters(fx.Graph(), [number])
-
-
-# find_marks
-
-
-def test_all_gradients_of_an_owner_are_found_in_any_order() -> None:
-    owner = HandOwner("A", bucket(slot(0, 2), slot(1, 3)), bucket(slot(2), dtype=torch.float64))
-    draft = Draft()
-    a, b, c = draft.given("a", 2), draft.given("b", 3), draft.given("c", dtype=torch.float64)
-    marks = [draft.mark(owner, 2, c), draft.mark(owner, 0, a), draft.mark(owner, 1, b)]
-    graph = draft.give(*marks)
-    before = written(graph)
-    (found,) = find_reducible(graph)
-    assert found.owner == owner.number
-    assert found.wire == Wire.decode(owner.wire)
-    assert found.buckets == list(owner.buckets())
-    assert found.marks == {2: marks[0], 0: marks[1], 1: marks[2]}
-    assert written(graph) == before
-
-
-def test_a_missing_gradient_leaves_the_others_to_the_owner() -> None:
-    owner = HandOwner("A", bucket(slot(0, 2), slot(1, 3)))
-    draft = Draft()
-    made = draft.call(aten.sin.default, draft.given("a", 2))
-    graph = draft.give(draft.call(aten.cos.default, draft.mark(owner, 0, made)))
-    assert find_reducible(graph) == []
-    assert written(graph) == [
-        "sin = sin(a)",
-        "leave_gradients = leave_gradients(sin, A)",
-        "cos = cos(sin)",
-        "output(cos)",
-    ]
-    graph.lint()
-    graph.eliminate_dead_code()
-    assert "leave_gradients = leave_gradients(sin, A)" in written(graph)
-    run(graph, torch.ones(2))
-    assert owner.heard == ["leave"]
-
-
-ODD = {
-    "another shape": ((3, 2), torch.float32, (0,)),
-    "another dtype": ((2, 3), torch.float16, (0,)),
-    "a gradient twice": ((2, 3), torch.float32, (0, 0)),
-    "a parameter that is in no bucket": ((2, 3), torch.float32, (0, 1)),
-}
-
-
-@pytest.mark.parametrize(("shape", "dtype", "indices"), ODD.values(), ids=ODD.keys())
-def test_gradients_that_do_not_fit_are_left(
-    shape: tuple[int, ...], dtype: torch.dtype, indices: tuple[int, ...]
-) -> None:
-    owner = HandOwner("A", bucket(slot(0, 2, 3)))
-    draft = Draft()
-    given = draft.given("a", *shape, dtype=dtype)
-    graph = draft.give(*(draft.mark(owner, index, given) for index in indices))
-    assert find_reducible(graph) == []
-    outputs = ", ".join("a" for _ in indices)
-    assert written(graph) == ["leave_gradients = leave_gradients(a, A)", f"output({outputs})"]
-
-
-def test_a_gradient_that_nobody_knows_is_left() -> None:
-    owner = HandOwner("A", bucket(slot(0, 2)))
-    draft = Draft()
-    mark = draft.mark(owner, 0, draft.given("a", 2))
-    del mark.meta["val"]
-    graph = draft.give(mark)
-    assert find_reducible(graph) == []
-
-
-def test_one_owner_is_whole_and_another_is_not() -> None:
-    whole, part, none = (
-        HandOwner("whole", bucket(slot(0, 2))),
-        HandOwner("part", bucket(slot(0, 2), slot(1, 2))),
-        HandOwner("none"),
-    )
-    draft = Draft()
-    a = draft.given("a", 2)
-    graph = draft.give(draft.mark(part, 0, a), draft.mark(whole, 0, a), draft.mark(none, 0, a))
-    assert [found.owner for found in find_reducible(graph)] == [whole.number]
-    assert written(graph) == [
-        "leave_gradients = leave_gradients(a, part)",
-        "mark_gradient = mark_gradient(a, whole, 0)",
-        "leave_gradients1 = leave_gradients(a, none)",
-        "output(a, mark_gradient, a)",
-    ]
-
-
-def test_owners_come_in_the_order_of_their_first_gradients() -> None:
-    one, two = HandOwner("one", bucket(slot(0, 2), slot(1, 2))), HandOwner("two", bucket(slot(0, 2)))
-    draft = Draft()
-    a = draft.given("a", 2)
-    graph = draft.give(draft.mark(two, 0, a), draft.mark(one, 1, a), draft.mark(one, 0, a))
-    assert [found.owner for found in find_reducible(graph)] == [two.number, one.number]
-
-
-def test_what_compiled_autograd_traced_stands_for_the_marks_and_is_never_left() -> None:
-    whole, part = HandOwner("whole", bucket(slot(0, 2))), HandOwner("part", bucket(slot(0, 2), slot(1, 2)))
-    draft = Draft()
-    a = draft.given("a", 2)
-    reduces = [draft.reduce(whole, 0, draft.mark(whole, 0, a)), draft.reduce(part, 1, draft.mark(part, 1, a))]
-    graph = draft.give(*reduces)
-    (found,) = find_reducible(graph)
-    assert found.marks == {0: reduces[0]}
-    assert written(graph) == [
-        "reduce_gradient = reduce_gradient(a, whole, 0)",
-        "reduce_gradient1 = reduce_gradient(a, part, 1)",
-        "output(reduce_gradient, reduce_gradient1)",
-    ]
 
 
 # launch_early
@@ -328,3 +122,111 @@ def test_sends_go_up_and_keep_their_order() -> None:
         "exp = exp(cos)",
         "output(exp)",
     ]
+
+
+# wait_late
+
+
+def test_a_wait_and_its_views_go_down_to_their_use() -> None:
+    draft = Draft()
+    x, y = draft.given("x", 6), draft.given("y", 2)
+    waited = draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
+    piece = draft.call(aten.slice.Tensor, waited, 0, 0, 4)
+    shaped = draft.call(aten.permute.default, draft.call(aten.reshape.default, piece, [2, 2]), [1, 0])
+    wide = draft.call(CONVERT, shaped, torch.float64)
+    rest = draft.call(aten.sin.default, y)
+    graph = draft.give(wide, draft.call(aten.cos.default, rest))
+    wait_late(graph, launches_in(graph))
+    graph.lint()
+    assert written(graph) == [
+        "all_reduce = all_reduce(x, sum, g)",
+        "sin = sin(y)",
+        "cos = cos(sin)",
+        "wait = wait(all_reduce)",
+        "slice = slice(wait, 0, 0, 4)",
+        "reshape = reshape(slice, [2, 2])",
+        "permute = permute(reshape, [1, 0])",
+        "convert = convert(permute, torch.float64)",
+        "output(convert, cos)",
+    ]
+
+
+def test_a_wait_that_is_used_in_the_middle_stays_before_that() -> None:
+    draft = Draft()
+    x, y = draft.given("x", 4), draft.given("y", 2)
+    waited = draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
+    first = draft.call(aten.slice.Tensor, waited, 0, 0, 2)
+    second = draft.call(aten.slice.Tensor, waited, 0, 2, 4)
+    early = draft.call(aten.sin.default, y)
+    middle = draft.call(aten.add.Tensor, second, early)
+    end = draft.call(aten.cos.default, y)
+    graph = draft.give(first, second, middle, end)
+    wait_late(graph, launches_in(graph))
+    graph.lint()
+    assert written(graph) == [
+        "all_reduce = all_reduce(x, sum, g)",
+        "sin = sin(y)",
+        "wait = wait(all_reduce)",
+        "slice = slice(wait, 0, 2, 4)",
+        "add = add(slice, sin)",
+        "cos = cos(y)",
+        "slice1 = slice(wait, 0, 0, 2)",
+        "output(slice1, slice, add, cos)",
+    ]
+
+
+def test_a_result_that_nobody_uses_is_still_waited_for() -> None:
+    draft = Draft()
+    x = draft.given("x", 4)
+    draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
+    graph = draft.give(draft.call(aten.sin.default, x))
+    before = written(graph)
+    wait_late(graph, launches_in(graph))
+    assert written(graph) == before
+
+
+def test_items_of_a_list_are_waited_for_one_by_one() -> None:
+    draft = Draft()
+    x, y = draft.given("x", 4), draft.given("y", 2)
+    launch = draft.call(c10d.all_reduce_coalesced.default, [x, y], "sum", "g")
+    waits = [draft.call(WAIT, draft.call(operator.getitem, launch, at)) for at in range(2)]
+    middle = draft.call(aten.sin.default, y)
+    graph = draft.give(waits[0], draft.call(aten.add.Tensor, waits[1], middle))
+    wait_late(graph, launches_in(graph))
+    graph.lint()
+    assert written(graph) == [
+        "all_reduce_coalesced = all_reduce_coalesced([x, y], sum, g)",
+        "sin = sin(y)",
+        "getitem = getitem(all_reduce_coalesced, 1)",
+        "wait = wait(getitem)",
+        "add = add(wait, sin)",
+        "getitem1 = getitem(all_reduce_coalesced, 0)",
+        "wait1 = wait(getitem1)",
+        "output(wait1, add)",
+    ]
+
+
+def test_views_of_a_bucket_stay_behind_its_receive() -> None:
+    owner = HandOwner("A", bucket(slot(0, 2), slot(1, 2)))
+    draft = Draft()
+    x, y = draft.given("x", 2), draft.given("y", 2)
+    schedule = encode_schedule(owner.buckets(), [0, 1])
+    sent = draft.call(SEND, [x, y], None, owner.number, 0, schedule)
+    draft.call(RECEIVE, [sent], owner.number)
+    pieces = [draft.call(aten.slice.Tensor, sent, 0, at, at + 2) for at in (0, 2)]
+    middle = draft.call(aten.sin.default, y)
+    graph = draft.give(*pieces, middle)
+    x_and_y = torch.randn(2), torch.randn(2)
+    wait_late(graph, launches_in(graph))
+    graph.lint()
+    assert sorted(written(graph)[3:5]) == [
+        "slice = slice(send_bucket, 0, 2, 4)",
+        "slice1 = slice(send_bucket, 0, 0, 2)",
+    ]
+    assert written(graph)[:3] == [
+        "send_bucket = send_bucket([x, y], None, A, 0)",
+        "receive_buckets = receive_buckets([send_bucket], A)",
+        "sin = sin(y)",
+    ]
+    for got, given in zip(run(graph, *x_and_y), x_and_y, strict=False):
+        assert torch.equal(got, given)

@@ -13,7 +13,6 @@ from tests.compile_bodies.hand_graphs import Draft, HandOwner, bucket, run, slot
 from weft.compiler import PASSES, run_passes, settings
 from weft.compiler.graphs import calls
 from weft.compiler.ops import MARK, REDUCE
-from weft.compiler.pipeline import fingerprint
 
 aten = torch.ops.aten
 Make = Callable[..., fx.Node]
@@ -155,17 +154,17 @@ def test_one_bucket_by_concatenation_to_the_last_line(monkeypatch: pytest.Monkey
 @every_form
 def test_buckets_are_launched_in_the_owners_order(form: str) -> None:
     """Also where the graph completes the second bucket first: other ranks may have other graphs."""
-    owner = HandOwner("A", bucket(slot(0, 2), slot(2, 2)), bucket(slot(1, 5)))
+    owner = HandOwner("A", bucket(slot(0, 2), slot(2, 2)), bucket(slot(1, 6)))
     draft = Draft()
-    x, y = draft.given("x", 2), draft.given("y", 5)
+    x, y = draft.given("x", 2), draft.given("y", 6)
     zeroth = draft.mark(owner, 0, draft.call(aten.sin.default, x))
     first = draft.mark(owner, 1, draft.call(aten.cos.default, y))
     graph = draft.give(zeroth, first, draft.mark(owner, 2, draft.call(aten.exp.default, x)))
-    given = torch.randn(2), torch.randn(5)
+    given = torch.randn(2), torch.randn(6)
     before = run(graph, *given)
     launches = run_passes(graph).launches()
     assert_same(run(graph, *given), before)
-    assert [_numel(launch) for launch in launches] == [4 + 3, 5 + 2]
+    assert [_numel(launch) for launch in launches] == [4 + 3, 6 + 2]
 
 
 def _numel(launch: fx.Node) -> int:
@@ -319,12 +318,3 @@ def test_how_many_buckets_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters["inductor"]["ddp_buckets"] == 77
     run_passes(graph)
     assert counters["inductor"]["ddp_buckets"] == len(owner.buckets()) == 2
-
-
-def test_the_fingerprint_follows_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = fingerprint()
-    assert fingerprint() == plain
-    monkeypatch.setattr(settings, "form", "concat")
-    other = fingerprint()
-    monkeypatch.setattr(settings, "bucket_cap_mb", 3.0)
-    assert len({plain, other, fingerprint()}) == 3

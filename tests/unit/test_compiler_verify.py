@@ -1,4 +1,4 @@
-"""The last pass finds what the others may break: good graphs pass, and each break of one is an InternalError."""
+"""The last pass: good graphs pass, and each way to break one is an InternalError."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.compile_bodies.hand_graphs import Draft, HandOwner, bucket, slot
 from weft.compiler.graphs import WAIT, c10d, calls
 from weft.compiler.ops import BEGIN, END, MARK, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible, find_reducible
+from weft.compiler.passes.launch_early import launch_early
 from weft.compiler.passes.verify import verify
 from weft.compiler.pipeline import FORMS
 from weft.errors import InternalError
@@ -179,7 +180,7 @@ def also_used_without_a_wait(graph: fx.Graph) -> None:
 
 
 def a_wait_behind_its_use(graph: fx.Graph) -> None:
-    output_of(graph).prepend(calls(graph, WAIT)[0])
+    output_of(graph).prepend(next(iter(calls(graph, END)[0].all_input_nodes)))
 
 
 def launched_and_forgotten(graph: fx.Graph) -> None:
@@ -211,6 +212,10 @@ def a_bucket_reduced_twice(graph: fx.Graph) -> None:
     wait.replace_all_uses_with(second, delete_user_cb=lambda user: user is not again)
 
 
+def launches_out_of_order(graph: fx.Graph) -> None:
+    launch_early(graph, calls(graph, *REDUCES)[1:2])
+
+
 LAUNCH_BREAKS = [
     no_begin,
     no_end,
@@ -222,6 +227,7 @@ LAUNCH_BREAKS = [
     launched_and_forgotten,
     a_launch_left_out,
     a_bucket_reduced_twice,
+    launches_out_of_order,
 ]
 
 
@@ -255,7 +261,7 @@ def test_a_mark_that_was_left(form: str, kind: Any) -> None:
     source = next(iter(graph.nodes))
     with graph.inserting_before(output_of(graph)):
         graph.call_function(kind, (source, found[0].owner, 1, ""))
-    with pytest.raises(InternalError, match="gradient 1 .* left out of its bucket"):
+    with pytest.raises(InternalError, match=r"gradient 1 .* left out of its bucket"):
         verify(graph, found)
 
 

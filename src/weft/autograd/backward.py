@@ -3,7 +3,7 @@
 The private names of torch that weft needs for this are used here and nowhere else:
 `_current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node`,
 `_unsafe_preserve_version_counter`, `_unsafe_set_version_counter`, nodes' `_sequence_nr` and
-`_set_sequence_nr`, and the engine's `queue_callback`.
+`_set_sequence_nr`, and the engine's `queue_callback` and `run_backward`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,46 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def run_last(node: Any) -> None:
-    """Let the engine come to a node when no other one is ready. Those must `run_before_last`."""
-    node._set_sequence_nr(0)
+def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:
+    """Let the engine come to nodes when none of the others is ready, and to the last of them first."""
+    num_last = len(last)
+    for node in others:
+        if node._sequence_nr() < num_last:  # among the first that its thread has made
+            node._set_sequence_nr(num_last)
+    for place, node in enumerate(last):
+        node._set_sequence_nr(place)
 
 
-def run_before_last(nodes: Iterable[Any]) -> None:
-    """Let the engine come to nodes before those that run last."""
-    for node in nodes:
-        if node._sequence_nr() == 0:  # the first that its thread has made
-            node._set_sequence_nr(1)
+def run_engine(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, retain_graph: bool
+) -> None:
+    """Run a backward, as torch.autograd.backward.
+
+    Its checks of roots and gradients take longer than a small graph does. They are left out where they can't
+    find anything: where all roots are plain real scalars.
+    """
+    if all(_is_plain_start(root, start) for root, start in zip(roots, gradients, strict=True)):
+        starts = [
+            torch.ones_like(root) if start is None else start
+            for root, start in zip(roots, gradients, strict=True)
+        ]
+        engine: Any = Variable._execution_engine
+        engine.run_backward(
+            tuple(roots),
+            tuple(starts),
+            keep_graph=retain_graph,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    else:
+        torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+
+
+def _is_plain_start(root: torch.Tensor, start: torch.Tensor | None) -> bool:
+    is_plain = type(root) is torch.Tensor and not root.ndim and root.dtype.is_floating_point
+    return is_plain and (start is None or (not start.ndim and start.dtype is root.dtype))
 
 
 def is_reachable(roots: Iterable[Any], wanted: Iterable[Any]) -> bool:

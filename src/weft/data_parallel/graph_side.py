@@ -240,8 +240,8 @@ class GraphSide:
             state = state_of(group)
             raise DesyncError(
                 f"rank {state.global_rank}: the ranks of {state.words()} reduce gradients of different "
-                f"parameters in a backward that compiled autograd has traced: here it is '{name}'. Ranks have "
-                "used different parameters. Run such backwards without compiled autograd."
+                f"parameters in a backward that compiled autograd has traced: here it is '{name}'. Ranks "
+                "have used different parameters. Run such backwards without compiled autograd."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.autograd.profiler import record_function
@@ -39,11 +39,11 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self._context = _new_context()
-        return self._context.id
+        self._id = _new_context().id
+        return self._id
 
     def __exit__(self, *_: object) -> None:
-        _leave(self._context.id)
+        _leave(self._id)
 
 
 def backward(
@@ -67,18 +67,22 @@ def backward(
     Raises BackwardError, a RuntimeError, for what a worker's part raised; PeerError for a worker that is
     gone.
     """
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):  # pyright: ignore
+    is_list = type(roots) is list or isinstance(roots, Sequence)  # pyright: ignore
+    if not isinstance(context_id, int) or not is_list:  # pyright: ignore
         raise ConfigTypeError(
             "backward(): incompatible function arguments: it takes a context's id (int) and a list of "
             f"tensors, not {type(context_id).__name__} and {type(roots).__name__}."
         )
     tracker = _tracker()
-    tracker.contexts.get(context_id)
+    context = tracker.contexts.get(context_id)
     _check_roots(roots, gradients)
     starts = [None] * len(roots) if gradients is None else gradients
-    is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    with record_function("torch::distributed::autograd::backward") if is_profiled else nullcontext():
-        tracker.backward(context_id, roots, starts, retain_graph=retain_graph, is_exact=exact)
+    run = partial(tracker.backward, context, roots, starts, retain_graph=retain_graph, is_exact=exact)
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        run()
+        return
+    with record_function("torch::distributed::autograd::backward"):
+        run()
 
 
 def _check_roots(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None) -> None:
@@ -121,10 +125,12 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _tracker() -> GraphTracker:
-    agent = registry.current_agent(
-        "Need to initialize distributed autograd using torch.distributed.autograd.init(): call "
-        "weft.rpc.init_rpc first."
-    )
+    agent = registry.find_agent()
+    if agent is None:
+        raise StateError(
+            "Need to initialize distributed autograd using torch.distributed.autograd.init(): call "
+            "weft.rpc.init_rpc first."
+        )
     return tracker_here(agent)
 
 
@@ -137,9 +143,10 @@ def is_available() -> bool:
 
 
 def _new_context() -> DistAutogradContext:
-    if here.context_id and _tracker().contexts.find(here.context_id) is not None:
+    contexts = _tracker().contexts
+    if here.context_id and contexts.find(here.context_id) is not None:
         raise StateError(f"Already have an autograd context id for this thread: {here.context_id}")
-    made = _tracker().contexts.new()
+    made = contexts.new()
     here.context_id = made.id
     return made
 

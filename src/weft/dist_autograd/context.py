@@ -60,6 +60,11 @@ class DistAutogradContext:
                 "a second time. Give retain_graph=True to the first backward."
             )
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it holds more than a few nodes of the graph."""
+        return bool(self.grads or self.sent or self.unsynced or self.runs)
+
     def add_received(self, node: Any) -> None:
         """Keep the node of tensors that were received."""
         self.received[next(self._num_received)] = node

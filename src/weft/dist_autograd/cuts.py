@@ -4,21 +4,21 @@
     receiver:  Recv -> tensors -> ...          the tensors are Recv's outputs
 
 In a backward Recv gives the gradients of its outputs away, to the sender, and Send hands those that arrived
-to the tensors that were sent. A Gate stands before a Send whose gradients are not there yet and waits.
-Gates have the lowest priority of all nodes, so autograd's engine comes to one when nothing else is left to
-do. They stand in a chain, the latest send first: what waits for another worker never keeps from it what that
-worker waits for, since whatever was sent later is done before.
+to the tensors that were sent. A Send whose gradients are not there yet waits for them. Such ones have the
+lowest priority of all nodes, so autograd's engine comes to one when nothing else is left to do, and to the
+latest send first: what waits for another worker never keeps from it what that worker waits for, since
+whatever was sent later is done before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from weft.autograd import accumulation_node, called_by_autograd, run_last
+from weft.autograd import accumulation_node, called_by_autograd
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -34,7 +34,7 @@ class _Send(Function):
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.number = number
-        return torch.zeros((), device="cpu")
+        return torch.empty((), device="cpu")
 
     @staticmethod
     @called_by_autograd
@@ -58,20 +58,6 @@ class _Recv(Function):
         return None, None, None
 
 
-class _Gate(Function):
-    @staticmethod
-    def forward(ctx: Any, number: int, before: torch.Tensor | None, token: torch.Tensor) -> torch.Tensor:
-        run_last(ctx)
-        ctx.number, ctx.has_before = number, before is not None
-        return torch.zeros((), device="cpu")
-
-    @staticmethod
-    @called_by_autograd
-    def backward(ctx: Any, *_: Any) -> Any:
-        running.need_run("a gate").wait_arrived(ctx.number)
-        return None, _one if ctx.has_before else None, _one
-
-
 class RecvCut:
     """The receiving end of a message: where the gradients go."""
 
@@ -93,31 +79,37 @@ class RecvCut:
 
 def cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A token for tensors that are sent. It holds their graph as it is now."""
+    return recorded(_cut_sent, number, tensors)
+
+
+def _cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # A leaf's node is made under a lock of the leaf's, and for that torch may need the interpreter's. A
     # Function holds the latter when it asks for the node: where another thread makes it just then, both would
-    # wait for ever. So the nodes are made before, by an operation, and held.
-    leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided]
-    nodes = [accumulation_node(leaf) for leaf in leaves]  # a view makes it; sparse ones have none
-    with torch.enable_grad():
-        token = cast(torch.Tensor, _Send.apply(number, *tensors))
-    del nodes
+    # wait for ever. So the nodes are made before, by views, and held; sparse tensors have no views.
+    views = [
+        tensor.view_as(tensor) for tensor in tensors if tensor.is_leaf and tensor.layout is torch.strided
+    ]
+    token = _apply_send(number, *tensors)
+    del views
     return token
 
 
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Tensors that came in a message, as outputs of a node; and the node."""
-    with torch.inference_mode(False), torch.enable_grad():
-        tied = cast("tuple[torch.Tensor, ...]", _Recv.apply(cut, _anchor, tensors))
+    tied: tuple[torch.Tensor, ...] = recorded(_apply_recv, cut, _anchor, tensors)
     return tied, tied[0].grad_fn
 
 
-def add_gate(number: int, before: torch.Tensor | None, token: torch.Tensor) -> torch.Tensor:
-    """A gate before a token, to be passed before the gates so far."""
-    return cast(torch.Tensor, _Gate.apply(number, before, token))
+def recorded(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, with autograd recording its nodes."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return function(*args)
+    with torch.inference_mode(False), torch.enable_grad():
+        return function(*args)
 
 
 def root_gradient() -> torch.Tensor:
-    """The gradient to start a token or a gate with."""
+    """The gradient to start a token with."""
     return _one
 
 
@@ -131,6 +123,9 @@ def cut_of(node: Any) -> RecvCut | None:
     return node.cut if type(node) is _RECV_NODE else None
 
 
+# Function.apply without its look for the transforms of functorch, which no message is part of.
+_apply_send: Any = super(Function, _Send).apply  # type: ignore[attr-defined]
+_apply_recv: Any = super(Function, _Recv).apply  # type: ignore[attr-defined]
 _RECV_NODE: Any = _Recv._backward_cls  # type: ignore[attr-defined]
 _SEND_NODE: Any = _Send._backward_cls  # type: ignore[attr-defined]
 # As profiles and `grad_fn.name()` show them, under torch's names.

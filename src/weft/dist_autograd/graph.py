@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from weft.autograd import run_before_last
+from weft.autograd import run_last
 from weft.dist_autograd.cuts import RecvCut, cut_of, is_anchor
 from weft.errors import UnsupportedError
 
@@ -48,9 +48,9 @@ class Reached:
         if variable is not None and not is_anchor(variable):
             self.leaves.append(node)
 
-    def run_before_gates(self) -> None:
-        """Let the engine come to all of these nodes before a gate that is ready too."""
-        run_before_last(self._nodes)
+    def let_wait(self, nodes: Sequence[Any]) -> None:
+        """Let the engine come to nodes that wait after all that was reached, to the last of them first."""
+        run_last(nodes, self._nodes)
 
 
 def _reentrant_error() -> UnsupportedError:

@@ -12,14 +12,13 @@ here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from weft.autograd import Renew, Unsynced, accumulation_node, on_announcement
+from weft.autograd import Renew, Unsynced, accumulation_node, called_by_autograd, on_announcement
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
@@ -43,8 +42,10 @@ class _Leaf:
         self._thread = 0
         self._num_inner = 0
         self._outer: torch.Tensor | None = None
-        self._handles = [node.register_prehook(self._before), node.register_hook(self._after)]
+        self._node = node
+        self._handles = [node.register_prehook(self._before)]
 
+    @called_by_autograd
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         run = current_run()
         if run is None:
@@ -59,6 +60,8 @@ class _Leaf:
             self._num_inner += 1  # a backward within a hook of this very leaf
             return None
         self._turn.acquire()
+        if len(self._handles) == 1:  # most leaves have no hooks that would be looked after
+            self._handles.append(self._node.register_hook(self._after))
         self._landing = landing
         landing.taking.add(self)
         self._thread = threading.get_ident()
@@ -66,6 +69,7 @@ class _Leaf:
         self._variable.grad = landing.show(self._variable)
         return None
 
+    @called_by_autograd
     def _after(self, _: Any, __: Any) -> None:
         if self._landing is None or self._thread != threading.get_ident():
             return
@@ -102,21 +106,17 @@ class Landing:
         self._lent: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with what `.grad` was
         self._lent_ids: set[int] = set()
         self._renew: list[Renew] = []
-        self._shared: dict[int, torch.Tensor] = {}  # gradients that several leaves get, by id
+        self._shared: dict[int, torch.Tensor] = {}  # gradients that other leaves may get too, by id
         self._unsynced: list[tuple[Unsynced, Any]] = []
 
-    @contextmanager
-    def ready(self, nodes: Iterable[Any]) -> Generator[None]:
-        """Gradients of these leaves land in the context, inside."""
+    def prepare(self, nodes: Iterable[Any]) -> None:
+        """Let gradients of these leaves land in the context, from now until it is settled."""
         try:
             for node in nodes:
                 self._prepare(node)
-            yield
         except BaseException:
-            self._settle(has_failed=True)
+            self.settle(has_failed=True)
             raise
-        else:
-            self._settle(has_failed=False)
 
     def _prepare(self, node: Any) -> None:
         variable = node.variable
@@ -139,7 +139,7 @@ class Landing:
             self._added[variable] = grad
         else:
             self._added[variable] = _copy_like(grad, variable)
-            self._shared[id(grad)] = grad  # the last leaf that gets it does not have it alone either
+        self._shared[id(grad)] = grad  # another leaf that gets it does not have it alone
 
     def show(self, variable: torch.Tensor) -> torch.Tensor | None:
         """What a leaf's hooks are to find: a copy of the context's gradient, since the backward may fail."""
@@ -176,7 +176,8 @@ class Landing:
                 (unsynced, unsynced.exchange_unsynced(self.context.unsynced.pop(unsynced, None)))
             )
 
-    def _settle(self, *, has_failed: bool) -> None:
+    def settle(self, *, has_failed: bool) -> None:
+        """The backward has ended here: the context gets its gradients, unless it has failed."""
         for leaf in list(self.taking):
             leaf.leave()
         for param, outer in self._lent:
@@ -205,20 +206,20 @@ class Landing:
     def _hand_over(self) -> None:
         """Give the context its gradients."""
         grads = self.context.grads
-        with self.context.lock, torch.no_grad():
+        with self.context.lock:
             for variable, grad in self._kept.items():
                 if grad is None:
                     grads.pop(variable, None)
                 else:
                     grads[variable] = grad
             for variable, grad in self._added.items():
-                known = grads.get(variable)
-                if known is None:
-                    grads[variable] = grad
-                elif known.is_sparse and not grad.is_sparse:  # it can't be added to in place
-                    grads[variable] = grad + known
-                else:
-                    grads[variable] = known.add_(grad)
+                known = grads.setdefault(variable, grad)
+                if known is grad:
+                    continue
+                with torch.no_grad():
+                    # A sparse one can't be added to in place.
+                    is_replaced = known.is_sparse and not grad.is_sparse
+                    grads[variable] = grad + known if is_replaced else known.add_(grad)
 
 
 def _is_alone(grad: torch.Tensor) -> bool:

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from weft.rpc import registry
 
 if TYPE_CHECKING:
-    from weft.dist_autograd.run import Batch
     from weft.dist_autograd.tracker import GraphTracker
+
+
+Grads = tuple[torch.Tensor | None, ...]
+Batch = list[tuple[int, Grads]]  # gradients by the number under which the tensors were sent
+
+
+def flatten_batch(batch: Batch) -> tuple[Any, ...]:
+    """A batch with all its gradients side by side, which is how they travel fastest."""
+    flat: list[Any] = []
+    for number, grads in batch:
+        flat += number, len(grads), *grads
+    return tuple(flat)
+
+
+def read_batch(flat: Sequence[Any]) -> Batch:
+    """The batch that was flattened."""
+    batch: Batch = []
+    at = 0
+    while at < len(flat):
+        end = at + 2 + flat[at + 1]
+        batch.append((flat[at], tuple(flat[at + 2 : end])))
+        at = end
+    return batch
 
 
 def _tracker() -> GraphTracker:
@@ -17,14 +42,17 @@ def _tracker() -> GraphTracker:
 
 
 def take_gradients(
-    context_id: int, number: int, options: tuple[bool, bool], starter_id: int, batch: Batch
-) -> tuple[Any, Batch]:
-    """Take gradients of tensors that this worker sent. The first ones begin its part of the backward.
+    context_id: int, number: int, retain_graph: bool, is_exact: bool, starter_id: int, *flat: Any
+) -> tuple[Any, ...]:
+    """Take gradients of tensors that this worker sent, a batch. The first begin its part of the backward.
 
-    `options`: whether to retain the graph, and whether what takes part is known. Returns what went wrong, if
-    something did, and gradients for the caller.
+    `is_exact`: what takes part is known. Returns what went wrong, if something did, and gradients for the
+    caller, a batch too.
     """
-    return _tracker().take_gradients(context_id, number, options, starter_id, batch)
+    failure, left = _tracker().take_gradients(
+        context_id, number, (retain_graph, is_exact), starter_id, read_batch(flat)
+    )
+    return failure, *flatten_batch(left)
 
 
 def find_part(context_id: int, number: int, retain_graph: bool, numbers: list[int]) -> None:

@@ -12,31 +12,31 @@ done, and all that it began itself: the root is answered last.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.autograd import run_engine
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, add_gate, root_gradient
+from weft.dist_autograd.cuts import RecvCut, root_gradient
 from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.landing import Landing
+from weft.dist_autograd.messages import Batch, Grads, flatten_batch, read_batch
 from weft.dist_autograd.running import at_work
-from weft.errors import PeerTimeoutError, StateError
-from weft.rpc.calls import Answer, Call, SyncCall
+from weft.errors import PeerTimeoutError
+from weft.rpc.calls import LOOK_AGAIN, Answer, Call, Waiter
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import Failure, describe_failure
 
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
     from weft.rpc.tensors import Route
+    from weft.rpc.workers import WorkerInfo
 
-Grads = tuple[torch.Tensor | None, ...]
-Batch = list[tuple[int, Grads]]  # gradients by the number under which the tensors were sent
-
-_LOOK_AGAIN = StateError("something has come")  # any answer ends a wait
 _GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
 
 
@@ -47,10 +47,11 @@ class Abandoned(Exception):
 class _Delivery(Call):
     """Gradients on their way to another worker. The answer says that its part is done."""
 
-    def __init__(self, run: Run, route: Route) -> None:
+    is_internal = True
+
+    def __init__(self, run: Run, to: WorkerInfo) -> None:
         # Without a timeout: whoever waits in vain for gradients says so, and can say which.
-        super().__init__(run.agent.directory.find(route.peer_id).info, "gradients of a backward", 0)
-        self.is_internal = True
+        super().__init__(to, "gradients of a backward", 0)
         self._run = run
 
     def answer(self, answer: Answer) -> None:
@@ -77,7 +78,7 @@ class Run:
         self._outgoing: dict[tuple[int, bool], tuple[Route, Batch]] = {}
         self._deliveries: set[_Delivery] = set()  # without an answer
         self._answers: deque[tuple[_Delivery, Answer]] = deque()
-        self._waiter: SyncCall | None = None
+        self._waiter: Waiter | None = None
         self.has_begun = False  # somebody executes it
 
     # What nodes of the graph ask for
@@ -90,13 +91,14 @@ class Run:
             self._wake()
 
     def take_arrived(self, number: int) -> Grads:
-        """The gradients of tensors that were sent."""
+        """The gradients of tensors that were sent. Waits for them."""
+        if number not in self._arrived:
+            self._wait_arrived(number)
         return self._arrived.pop(number)
 
-    def wait_arrived(self, number: int) -> None:
-        """Wait for the gradients of tensors that were sent."""
+    def _wait_arrived(self, number: int) -> None:
         peer_id = self.context.sent[number].peer_id
-        if number not in self._arrived and self.agent.is_lost(peer_id):  # before this backward began
+        if self.agent.is_lost(peer_id):  # before this backward began
             raise self.agent.peers[peer_id].lost_error("its part of a backward")
         self._wait_until(lambda: number in self._arrived, number)
 
@@ -128,7 +130,7 @@ class Run:
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            waiter.answer(_LOOK_AGAIN)
+            waiter.answer(LOOK_AGAIN)
 
     # Finding out what takes part
 
@@ -168,7 +170,7 @@ class Run:
             tokens = [(number, self.context.sent[number].token) for number in numbers]
         if not self._is_exact:
             self.reach([*(root.grad_fn for root in roots), *(token.grad_fn for _, token in tokens)])
-        self._run_engine(list(roots), list(gradients), tokens)
+        self._run_engine(roots, gradients, tokens)
         left = self._outgoing.pop((starter_id, True), None)
         if left is not None and (self._outgoing or self._deliveries or self._answers):
             # Others may need what follows from it before they are done.
@@ -183,25 +185,23 @@ class Run:
 
     def _run_engine(
         self,
-        roots: list[torch.Tensor],
-        gradients: list[torch.Tensor | None],
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
         tokens: list[tuple[int, torch.Tensor]],
     ) -> None:
-        gate: torch.Tensor | None = None
-        for number, token in tokens:
-            if number in self._arrived:
-                roots.append(token)
-                gradients.append(root_gradient())
-            else:
-                gate = add_gate(number, gate, token)
-        if gate is not None:
-            self._reached.run_before_gates()
-            roots.append(gate)
-            gradients.append(root_gradient())
-        with at_work(self) as more, self.landing.ready(self._reached.leaves):
-            roots += more
-            gradients += [root_gradient()] * len(more)
-            torch.autograd.backward(roots, gradients, retain_graph=self._retain_graph)
+        waiting = [token.grad_fn for number, token in tokens if number not in self._arrived]
+        if waiting:
+            self._reached.let_wait(waiting)
+        with at_work(self) as more:
+            own = [token for _, token in tokens] + more
+            starts = [*gradients, *([root_gradient()] * len(own))]
+            self.landing.prepare(self._reached.leaves)
+            try:
+                run_engine([*roots, *own], starts, retain_graph=self._retain_graph)
+            except BaseException:
+                self.landing.settle(has_failed=True)
+                raise
+            self.landing.settle(has_failed=False)
 
     def _wait_until(self, is_done: Callable[[], bool], number: int | None = None) -> None:
         timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
@@ -209,38 +209,45 @@ class Run:
             timeout_secs += _GRACE_SECS
         while True:
             self._open_answers()
-            self._deliver()
+            sends = self._pack_outgoing()
             with self._lock:
-                if self.failure is not None:
-                    raise Abandoned
-                if self._answers or self._outgoing:
-                    continue
-                if is_done():
-                    return
-                waiter = self._waiter = SyncCall(self.agent.info, "a backward", timeout_secs)
-            if not self.agent.pool.wait_for(waiter):
-                raise self._timeout_error(number, timeout_secs)
+                has_news = self.failure is not None or self._answers or self._outgoing
+                is_over = is_done()
+                if not has_news and not is_over:
+                    waiter = self._waiter = Waiter(time.monotonic() + (timeout_secs or float("inf")))
+                else:
+                    waiter = None
+            if waiter is not None:
+                if not self.agent.pool.wait_for(waiter, lambda sends=sends: _do_all(sends)):
+                    raise self._timeout_error(number, timeout_secs)
+                continue
+            _do_all(sends)
+            if self.failure is not None:
+                raise Abandoned
+            if not has_news:
+                return
 
-    def _deliver(self) -> None:
-        """Send what there is for other workers."""
-        while True:
+    def _pack_outgoing(self) -> list[Callable[[], None]]:
+        """Pack what there is for other workers; what sends it."""
+        sends: list[Callable[[], None]] = []
+        while self._outgoing:
             with self._lock:
-                if not self._outgoing:
-                    return
                 _, (route, batch) = self._outgoing.popitem()
-                delivery = _Delivery(self, route)
+                peer = self.agent.directory.find(route.peer_id)
+                delivery = _Delivery(self, peer.info)
                 self._deliveries.add(delivery)
             options = (self._retain_graph, self._is_exact)
-            args = (self.context.id, self.number, options, self.agent.info.id, batch)
-            self.agent.caller.launch(delivery, messages.take_gradients, args, route)
+            args = (self.context.id, self.number, *options, self.agent.info.id, *flatten_batch(batch))
+            sends.append(self.agent.caller.pack(delivery, peer, messages.take_gradients, args, route))
+        return sends
 
     def _open_answers(self) -> None:
         while self._answers:
             delivery, answer = self._answers.popleft()
-            failure, batch = self.agent.open_answer(answer)
+            failure, *flat = self.agent.open_answer(answer)
             with self._lock:
                 self._deliveries.discard(delivery)
-                self._arrived.update(batch)
+                self._arrived.update(read_batch(flat))
             if failure is not None:
                 self.fail(*failure)
 
@@ -267,3 +274,8 @@ class Run:
     def note_error(self, error: BaseException) -> bool:
         """Note that this worker's part has failed; False when another one's had before."""
         return self.fail(self.agent.info.id, describe_failure(error, self.agent.info))
+
+
+def _do_all(sends: Sequence[Callable[[], None]]) -> None:
+    for send in sends:
+        send()

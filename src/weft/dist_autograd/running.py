@@ -7,8 +7,6 @@ engine's own, which serves all backwards of the process: there the backward's nu
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -74,24 +72,28 @@ def need_run(what: str) -> Run:
     return run
 
 
-@contextmanager
-def at_work(run: Run) -> Generator[list[torch.Tensor]]:
+class at_work:
     """The engine works on a part, inside. Gives roots that it must have beside its own."""
-    outer, _here.run = _here.run, run
-    uses_threads = torch.cuda.is_initialized()
-    try:
-        if not uses_threads:
-            yield []
-            return
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._uses_threads = torch.cuda.is_initialized()
+        self._outer: Run | None = None
+
+    def __enter__(self) -> list[torch.Tensor]:
+        self._outer, _here.run = _here.run, self._run
+        if not self._uses_threads:
+            return []
         with _opening:
-            _unopened.add(run)
+            _unopened.add(self._run)
         anchor = torch.zeros((), device="cpu", requires_grad=True)
-        yield [cast(torch.Tensor, _Open.apply(run, anchor))]
-    finally:
-        _here.run = outer
-        if uses_threads:
+        return [cast(torch.Tensor, _Open.apply(self._run, anchor))]
+
+    def __exit__(self, *_: object) -> None:
+        _here.run = self._outer
+        if self._uses_threads:
             with _opening:
-                _unopened.discard(run)
-                for number in [number for number, other in _by_backward.items() if other is run]:
+                _unopened.discard(self._run)
+                for number in [number for number, other in _by_backward.items() if other is self._run]:
                     del _by_backward[number]
                 _opening.notify_all()

@@ -9,8 +9,9 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, tie_received
-from weft.dist_autograd.run import Abandoned, Batch, Run
+from weft.dist_autograd.cuts import RecvCut, cut_sent, recorded, tie_received
+from weft.dist_autograd.messages import Batch
+from weft.dist_autograd.run import Abandoned, Run
 from weft.errors import BackwardError, StateError, WeftError
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import Failure, describe_failure
@@ -31,6 +32,7 @@ class GraphTracker:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.contexts = Contexts(agent.info.id)
+        self._left: list[DistAutogradContext] = []  # contexts that have ended, to be dropped
         # What other workers tell; heard where nothing may wait.
         self.notices: Mapping[str, Callable[..., None]] = {
             _ENDED: self._on_ended,
@@ -69,14 +71,18 @@ class GraphTracker:
         self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
     ) -> Sequence[torch.Tensor]:
         """Make tensors that came over a cut the outputs of a node."""
+        self._left.clear()
         context = self.contexts.join(context_id)
-        if context is None:
-            return tensors
-        _note_peer(context, route)
+        if context is not None:
+            _note_peer(context, route)
         if stub is None:
             return tensors
         number, places = stub
-        needy = [tensors[place].requires_grad_(False) for place in places]
+        needy = [tensors[place] for place in places]
+        if context is None:  # it has ended: they are leaves, as outside of any
+            for tensor in needy:
+                tensor.requires_grad_()
+            return tensors
         tied, node = tie_received(RecvCut(context_id, number, route), needy)
         context.add_received(node)
         received = list(tensors)
@@ -101,8 +107,10 @@ class GraphTracker:
 
     def _on_ended(self, sender_id: int, context_id: int) -> None:
         context = self.end(context_id, but=sender_id)
-        if context is not None:
+        if context is not None and context.is_large:
             self._agent.let_go([context])
+        elif context is not None:
+            self._left.append(context)
 
     def _fail_runs(self, context: DistAutogradContext) -> None:
         """End what goes on in a context that ends: nobody will send it what it waits for."""
@@ -122,7 +130,7 @@ class GraphTracker:
 
     def backward(
         self,
-        context_id: int,
+        context: DistAutogradContext,
         roots: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
         *,
@@ -130,7 +138,6 @@ class GraphTracker:
         is_exact: bool,
     ) -> None:
         """Run a backward that begins here. Returns when all workers have done their parts."""
-        context = self.contexts.get(context_id)
         number = self.contexts.new_run_id()
         run = self._open_run(context, number, retain_graph=retain_graph, is_exact=is_exact)
         assert run is not None
@@ -138,8 +145,7 @@ class GraphTracker:
         try:
             if is_exact:
                 self._find_parts(run, retain_graph, run.reach([root.grad_fn for root in roots]))
-            with torch.inference_mode(False), torch.enable_grad():  # for the nodes that are added
-                run.execute(roots, gradients)
+            recorded(run.execute, roots, gradients)  # of the nodes that are added
         except Exception as error:
             self._fail(run, error)
             explained = self._explain(run, error)
@@ -295,6 +301,6 @@ def _close_run(run: Run) -> None:
 def tracker_here(agent: Agent) -> GraphTracker:
     """The tracker of an agent."""
     tracker = agent.tracker
-    if not isinstance(tracker, GraphTracker):
+    if type(tracker) is not GraphTracker:
         raise StateError("RPC was initialized before weft.dist_autograd was imported.")
     return tracker

@@ -33,7 +33,7 @@ Spans = npt.NDArray[np.uint64]  # a row each: address, number of bytes; as the k
 
 # x86 keeps one core's stores in order for every other core; elsewhere a fence is
 # needed between the data and the word that announces it.
-_STORES_STAY_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+NEEDS_FENCES = platform.machine() not in ("x86_64", "AMD64")
 
 
 class _Timespec(ctypes.Structure):
@@ -90,7 +90,7 @@ def yield_core() -> None:
 
 def fence() -> None:
     """Keep later stores behind earlier ones, for every core. Nothing to do on x86."""
-    if not _STORES_STAY_IN_ORDER:
+    if NEEDS_FENCES:
         futex_wake(_DUMMY_WORD)  # the kernel runs a full fence in it
 
 

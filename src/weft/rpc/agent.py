@@ -40,7 +40,7 @@ from weft.rpc.rref_book import RRefBook
 from weft.rpc.secret import derive_keys
 from weft.rpc.serving import Server
 from weft.rpc.tensors import TensorPost
-from weft.rpc.wire import Kind, Message, encode_message
+from weft.rpc.wire import Kind, Message, encode_message, encode_parts
 from weft.rpc.workers import Card, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -151,9 +151,8 @@ class Agent:
     def _send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
     ) -> None:
-        message = Message(kind, self.info.id, call_id, self.epoch, body, buffers or ())
-        is_answer = kind is Kind.RESULT or kind is Kind.FAILURE
-        self.links.send(peer.info.id, encode_message(message), is_answer=is_answer)
+        parts = encode_parts(kind, self.info.id, call_id, self.epoch, body, buffers or ())
+        self.links.send(peer.info.id, parts, is_answer=kind is Kind.RESULT or kind is Kind.FAILURE)
 
     def send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
@@ -163,7 +162,8 @@ class Agent:
             raise peer.gone_error("a message")
         if self.is_ended:  # or this is a child that was forked: the rings are its parent's
             raise self.ended_error()
-        self.introduce(peer)
+        if not peer.is_linked:
+            self.introduce(peer)
         if peer.deferred:
             self._later.send(peer, is_quiet=True)
         self._send(peer, kind, call_id, body, buffers)
@@ -258,12 +258,12 @@ class Agent:
             self.note_deadline(self.calls.next_deadline() or float("inf"))
         if self._dropped and now >= self._drop_at:
             self._tell_drops()
-        self._later.send_all()
+        next_due = self._later.send_due(now)
         next_look = self.pool.look_after()
         if next_look is None:
             self.post.trim()
         drop_at = self._drop_at if self._dropped else float("inf")
-        wake_at = min(self._scan_at, next_look or float("inf"), drop_at)
+        wake_at = min(self._scan_at, next_look or float("inf"), drop_at, next_due)
         return None if wake_at == float("inf") else wake_at
 
     def note_deadline(self, deadline: float) -> None:

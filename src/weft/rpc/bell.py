@@ -86,14 +86,17 @@ class Bell:
 
     # For a caller of the worker's own that listens
 
-    def set_listening(self, is_listening: bool) -> None:
-        """Say whether a caller listens. It must look for messages by itself until `fall_asleep`."""
-        self._words[_LISTENING] = _LOOKING if is_listening else 0
+    def set_listening(self, *, is_asleep: bool) -> None:
+        """Say that a caller listens: that it must be woken, or that it looks by itself.
+
+        It looks a last time after it has said that it must be woken.
+        """
+        self._words[_LISTENING] = _ASLEEP if is_asleep else _LOOKING
         self._full_fence()
 
-    def fall_asleep(self) -> None:
-        """Say that the caller that listens must be woken. It looks a last time after this."""
-        self._words[_LISTENING] = _ASLEEP
+    def stop_listening(self) -> None:
+        """Say that no caller listens."""
+        self._words[_LISTENING] = 0
         self._full_fence()
 
     def caller_signal(self) -> int:

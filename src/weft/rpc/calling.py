@@ -12,6 +12,7 @@ from weft.rpc.calls import AsyncCall, Call, CallFuture, CreationCall, SyncCall
 from weft.rpc.directory import Destination
 from weft.rpc.notices import REMOTE_IDS, write_notice
 from weft.rpc.owned import OwnedValue
+from weft.rpc.packing import Packed
 from weft.rpc.peers import Peer
 from weft.rpc.rref import RRef
 from weft.rpc.tensors import Route
@@ -38,11 +39,12 @@ class Caller:
     ) -> Any:
         """Call a function on a worker and wait for what it returns or raises."""
         peer = self._agent.directory.find(to)
-        call = SyncCall(peer.info, f"rpc_sync of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        timeout_secs = self._agent.resolve_timeout(timeout)
+        call = SyncCall(peer.info, lambda: f"rpc_sync of {_name_of(func)}", timeout_secs)
         if peer.lost is not None:
             raise peer.gone_error(call.what)
-        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
-        return self._wait(call)
+        packed = self._pack(peer, call, func, args, kwargs)
+        return self._wait(call, lambda: self._post(peer, call, Kind.CALL, packed))
 
     def call_async(
         self,
@@ -56,10 +58,14 @@ class Caller:
     ) -> CallFuture:
         """Call a function on a worker; a future of what it returns or raises."""
         peer = self._agent.directory.find(to)
-        call = self._future_call(peer, f"rpc_async of {_name_of(func)}", self._agent.resolve_timeout(timeout))
+        agent = self._agent
+        timeout_secs = agent.resolve_timeout(timeout)
+        future = CallFuture(agent.pool.blocking, agent.pool.wait_for, agent.open_answer)
+        what = lambda: f"rpc_async of {_name_of(func)}"  # noqa: E731
+        call = AsyncCall(peer.info, what, timeout_secs, future, agent.open_answer)
         call.is_internal = is_internal
-        self._launch(peer, call, Kind.CALL, (func, args, kwargs))
-        return call.future
+        self._post(peer, call, Kind.CALL, self._pack(peer, call, func, args, kwargs))
+        return future
 
     def call_remote(
         self,
@@ -73,7 +79,8 @@ class Caller:
         peer = self._agent.directory.find(to)
         rref_id, fork_id = self._agent.book.new_id(), self._agent.book.new_id()
         timeout_secs = self._agent.resolve_timeout(timeout)
-        call = CreationCall(peer.info, f"remote of {_name_of(func)}", timeout_secs, self._agent.pool.blocking)
+        what = lambda: f"remote of {_name_of(func)}"  # noqa: E731
+        call = CreationCall(peer.info, what, timeout_secs, self._agent.pool.blocking)
         if peer.info.id == self._agent.info.id:
             owned = self._agent.book.create(rref_id, None, peer.info.id)
             rref = RRef.of_owned(self._agent, owned)
@@ -85,7 +92,7 @@ class Caller:
         rref.created_by(call)
         ids = REMOTE_IDS.pack(rref_id.local_id, fork_id.local_id)
         try:
-            self._launch(peer, call, Kind.REMOTE, (func, args, kwargs), ids)
+            self._post(peer, call, Kind.REMOTE, self._pack(peer, call, func, args, kwargs), ids)
         except BaseException:
             if rref.owned is not None:
                 self._agent.book.release_unheld(rref.owned)
@@ -100,54 +107,54 @@ class Caller:
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """A copy of the value of another worker's RRef."""
         peer = self._agent.directory.find(rref.owner().id)
-        call = SyncCall(
-            peer.info, f"to_here of {rref}", rref.limit_wait(self._agent.resolve_timeout(timeout))
-        )
+        timeout_secs = rref.limit_wait(self._agent.resolve_timeout(timeout))
+        call = SyncCall(peer.info, lambda: f"to_here of {rref}", timeout_secs)
         if peer.lost is not None:
             raise peer.gone_error(call.what)
         self._enter(peer, call)
         context_id = self._context_id()
         if context_id and self._agent.tracker is not None:
             self._agent.tracker.on_call(context_id, peer.calling)
-        self._post_call(peer, call, Kind.CONTROL, write_notice(("fetch", rref.rref_id, context_id)), [])
+        notice = write_notice(("fetch", rref.rref_id, context_id))
         try:
-            return self._wait(call)
+            return self._wait(call, lambda: self._post_call(peer, call, Kind.CONTROL, notice, []))
         except PeerTimeoutError:
             rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
             raise
 
-    def launch(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], route: Route) -> None:
-        """Send a call of weft's own, which sees to its answer itself."""
-        self._launch(self._agent.directory.find(call.to.id), call, Kind.CALL, (func, args, {}), route=route)
-
-    def _future_call(self, peer: Peer, what: str, timeout_secs: float) -> AsyncCall:
-        return AsyncCall(
-            peer.info, what, timeout_secs, CallFuture(self._agent.pool.blocking), self._agent.open_answer
-        )
+    def pack(
+        self, call: Call, peer: Peer, func: Callable[..., Any], args: tuple[Any, ...], route: Route
+    ) -> Callable[[], None]:
+        """Pack a call of weft's own, which sees to its answer itself; what sends it."""
+        packed = self._pack(peer, call, func, args, {}, route)
+        return lambda: self._post(peer, call, Kind.CALL, packed)
 
     def _enter(self, peer: Peer, call: Call) -> None:
         if not call.is_internal:
             limit, blocking = self._agent.options.max_in_flight, self._agent.pool.blocking
-            peer.enter(limit, call.timeout_secs, call.what, blocking)
+            peer.enter(limit, call, blocking)
 
-    def _launch(
+    def _pack(
         self,
         peer: Peer,
         call: Call,
-        kind: Kind,
-        payload: tuple[Any, ...],
-        ids: bytes = b"",
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         route: Route | None = None,
-    ) -> None:
-        """Pack a call and send it. Raises for what can't be packed; a dead peer is the call's answer."""
+    ) -> Packed:
+        """Count a call in, and pack it. Raises for what can't be packed."""
         self._enter(peer, call)
         try:
             context_id = 0 if call.is_internal else self._context_id()
-            packed = self._agent.packer.pack(payload, route or peer.calling, context_id)
+            return self._agent.packer.pack_call(func, args, kwargs, route or peer.calling, context_id)
         except BaseException:
             if not call.is_internal:
                 peer.leave()
             raise
+
+    def _post(self, peer: Peer, call: Call, kind: Kind, packed: Packed, ids: bytes = b"") -> None:
+        """Send a call that is packed. A dead peer is the call's answer."""
         body = ids + packed.body if ids else packed.body
         is_sent = False
         try:
@@ -176,8 +183,9 @@ class Caller:
             self._agent.give_answer(call.id, peer.lost_error(call.what))
         if self._agent.is_ended:
             self._agent.give_answer(call.id, self._agent.ended_error())
-        if call.deadline is not None:
-            self._agent.note_deadline(call.deadline)
+        deadline = call.deadline
+        if deadline is not None:
+            self._agent.note_deadline(deadline)
         return True
 
     def _context_id(self) -> int:
@@ -187,8 +195,8 @@ class Caller:
             return 0
         return context_id if tracker.is_open(context_id) else 0
 
-    def _wait(self, call: SyncCall) -> Any:
-        if not self._agent.pool.wait_for(call) and self._agent.take(call.id) is not None:
+    def _wait(self, call: SyncCall, send: Callable[[], object]) -> Any:
+        if not self._agent.pool.wait_for(call, send) and self._agent.take(call.id) is not None:
             raise call.timeout_error()
         if call.reply is None:  # somebody took it to answer it just as its time was over
             call.wait()

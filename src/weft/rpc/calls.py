@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import PeerTimeoutError
+from weft.errors import PeerTimeoutError, StateError
 from weft.rpc.failures import fresh_copy
 from weft.rpc.packing import PACKED_NONE
 from weft.rpc.wire import Kind, Message
@@ -29,13 +29,25 @@ Blocking = Callable[[], AbstractContextManager[None]]
 class Call:
     """A call on its way. `what` says which, for errors: "rpc_sync of torch.add"."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
-        self.id = 0
+    id = 0
+    is_internal = False  # weft's own: it does not keep a shutdown waiting
+    sees_to_itself = False  # its caller looks at the clock
+
+    def __init__(self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float) -> None:
         self.to = to
-        self.what = what
+        self._what = what
         self.timeout_secs = timeout_secs  # 0: none
-        self.deadline = time.monotonic() + timeout_secs if timeout_secs else None
-        self.is_internal = False  # weft's own: it does not keep a shutdown waiting
+        self.ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
+
+    @property
+    def what(self) -> str:
+        """Which call it is, in words."""
+        return self._what if isinstance(self._what, str) else self._what()
+
+    @property
+    def deadline(self) -> float | None:
+        """When the clock must answer it; None for never."""
+        return None if self.sees_to_itself or self.ends_at == float("inf") else self.ends_at
 
     def answer(self, answer: Answer) -> Callable[[], None] | None:
         """Take the answer. Must not wait; what would is returned as a job."""
@@ -51,17 +63,16 @@ class Call:
         )
 
 
-class SyncCall(Call):
-    """A call whose caller waits on the spot, and decodes the answer itself."""
+class Waiter:
+    """Somebody who waits for an answer on the spot, and decodes it."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float) -> None:
-        super().__init__(to, what, timeout_secs)
-        self.deadline = None  # its caller looks at the clock itself
+    reply: Answer | None = None
+    when_answered: Callable[[], None] | None = None  # told if another thread answers
+
+    def __init__(self, ends_at: float = float("inf")) -> None:
+        self.ends_at = ends_at  # until when to wait
         self._answered = threading.Lock()
         self._answered.acquire()
-        self._ends_at = time.monotonic() + timeout_secs if timeout_secs else float("inf")
-        self.reply: Answer | None = None
-        self.when_answered: Callable[[], None] | None = None  # told if another thread answers
         self._caller = threading.get_ident()
 
     def answer(self, answer: Answer) -> None:
@@ -73,7 +84,7 @@ class SyncCall(Call):
 
     def left_secs(self) -> float:
         """How long the caller will still wait."""
-        return self._ends_at - time.monotonic()
+        return self.ends_at - time.monotonic()
 
     def wait(self) -> bool:
         """Whether the answer came in time."""
@@ -81,21 +92,82 @@ class SyncCall(Call):
         return self._answered.acquire(timeout=-1 if left_secs == float("inf") else max(0.0, left_secs))
 
 
-class CallFuture(torch.futures.Future[Any]):
-    """The future of a call. Waiting for it in a handler does not use up a thread of the pool."""
+class SyncCall(Waiter, Call):
+    """A call whose caller waits for it."""
 
-    def __init__(self, blocking: Blocking) -> None:
+    sees_to_itself = True
+
+    def __init__(self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float) -> None:
+        Call.__init__(self, to, what, timeout_secs)
+        Waiter.__init__(self, self.ends_at)
+
+
+LOOK_AGAIN = StateError("something has come")  # any answer ends a wait
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """The future of a call. Waiting for it in a handler does not use up a thread of the pool.
+
+    Whoever waits for it first takes messages meanwhile (`listen`), and opens its answer.
+    """
+
+    def __init__(
+        self,
+        blocking: Blocking,
+        listen: Callable[[Waiter], object] | None = None,
+        open_answer: Callable[[Answer], Any] | None = None,
+    ) -> None:
         super().__init__()
         self._blocking = blocking
+        self._listen = listen
+        self._open_answer = open_answer
         self._gate = threading.Lock()
         self._has_callbacks = False
+        self._waiter: Waiter | None = None
 
     def wait(self) -> Any:
         """The result, or the error raised."""
-        if not self.done():
+        if not self.done() and not self._wait_listening():
             with self._blocking():
                 return super().wait()
         return super().wait()
+
+    def _wait_listening(self) -> bool:
+        """Wait until it is done, as the one who takes its answer; False where another one does."""
+        listen, open_answer = self._listen, self._open_answer
+        if listen is None or open_answer is None:
+            return False
+        waiter = Waiter()
+        with self._gate:
+            if self._waiter is not None:
+                return False
+            if self.done():
+                return True
+            self._waiter = waiter
+        try:
+            listen(waiter)
+        finally:  # whatever ended the wait: an answer that was handed over is this thread's to open
+            with self._gate:
+                if self._waiter is waiter:
+                    self._waiter = None
+            reply = waiter.reply
+            if reply is not None and reply is not LOOK_AGAIN:
+                self.settle(lambda: open_answer(reply))
+        return True
+
+    def hand_over(self, answer: Answer) -> bool:
+        """Give the answer to whoever waits for it; False where nobody does."""
+        if self._has_callbacks:  # which are for the pool
+            return False
+        waiter = self._take_waiter()
+        if waiter is not None:
+            waiter.answer(answer)
+        return waiter is not None
+
+    def _take_waiter(self) -> Waiter | None:
+        with self._gate:
+            waiter, self._waiter = self._waiter, None
+            return waiter
 
     def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
         """As torch's: a future of what `callback` returns."""
@@ -112,13 +184,18 @@ class CallFuture(torch.futures.Future[Any]):
     def complete(self, outcome: Callable[[], Any]) -> Callable[[], None] | None:
         """Set what `outcome` returns or raises; as a job where callbacks, which may wait, are to run."""
         with self._gate:
-            if not self._has_callbacks:
-                self.settle(outcome)
-                return None
-        return lambda: self.settle(outcome)
+            if self._has_callbacks:
+                return lambda: self.settle(outcome)
+            self._set(outcome)
+        self._wake()
+        return None
 
     def settle(self, outcome: Callable[[], Any]) -> None:
         """Set what `outcome` returns or raises, and run the callbacks."""
+        self._set(outcome)
+        self._wake()
+
+    def _set(self, outcome: Callable[[], Any]) -> None:
         try:
             value = outcome()
         except BaseException as error:
@@ -127,6 +204,11 @@ class CallFuture(torch.futures.Future[Any]):
             self.set_result(error.with_traceback(None))
         else:
             self.set_result(value)
+
+    def _wake(self) -> None:
+        waiter = self._take_waiter()
+        if waiter is not None:
+            waiter.answer(LOOK_AGAIN)
 
 
 def _raise_copy(error: BaseException) -> None:
@@ -167,7 +249,7 @@ class AsyncCall(Call):
     def __init__(
         self,
         to: WorkerInfo,
-        what: str,
+        what: str | Callable[[], str],
         timeout_secs: float,
         future: CallFuture,
         open_answer: Callable[[Answer], Any],
@@ -185,13 +267,17 @@ class AsyncCall(Call):
             return self.future.complete(lambda: self._open_answer(answer))
         if answer.kind is Kind.RESULT and answer.body == PACKED_NONE:
             return self.future.complete(_none)
+        if self.future.hand_over(answer):
+            return None
         return lambda: self.future.settle(lambda: self._open_answer(answer))
 
 
 class CreationCall(Call):
     """The call that makes the value of an RRef. Nobody waits for it, as a rule: it has a future on demand."""
 
-    def __init__(self, to: WorkerInfo, what: str, timeout_secs: float, blocking: Blocking) -> None:
+    def __init__(
+        self, to: WorkerInfo, what: str | Callable[[], str], timeout_secs: float, blocking: Blocking
+    ) -> None:
         super().__init__(to, what, timeout_secs)
         self.is_done = False
         self.error: BaseException | None = None

@@ -59,6 +59,8 @@ class Clock:
 
     def _do_due(self) -> float:
         """Do what was put for later and is due; when the next of it is."""
+        if not self._later:
+            return float("inf")
         now = time.monotonic()
         due = [errand for when, errand in self._later if when <= now]
         self._later = [(when, errand) for when, errand in self._later if when > now]

@@ -60,6 +60,10 @@ class Directory:
 
     def find(self, to: Destination) -> Peer:
         """The worker of a name, an id or a WorkerInfo. Raises UnfitError when there is none."""
+        if type(to) is str or type(to) is int:  # the usual case: a worker that has been called before
+            known = self.peers.get(self._ids.get(to, -1) if isinstance(to, str) else to)
+            if known is not None and known.lost is None and known.is_linked:
+                return known
         key = cast(object, to.id if isinstance(to, WorkerInfo) else to)
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise ConfigError(

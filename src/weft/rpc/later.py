@@ -6,6 +6,7 @@ what wakes it anyway.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,18 +20,22 @@ SOME_TIME_SECS = 0.02
 
 
 class Later:
-    """Such messages of one worker. `note(deadline)` has `send_all` called at a time."""
+    """Such messages of one worker. `note(deadline)` has `send_due` called at a time."""
 
     def __init__(self, links: Links, note: Callable[[float], None]) -> None:
         self._links = links
         self._note = note
-        self._peers: set[Peer] = set()
+        self._lock = threading.Lock()
+        self._due: dict[Peer, float] = {}  # when what waits for a peer has to go
 
     def add(self, peer: Peer, message: Message, secs: float) -> None:
         """Send a message with the next one to that peer, or after so many seconds."""
-        peer.deferred.append(encode_message(message))
-        self._peers.add(peer)
-        self._note(time.monotonic() + secs)
+        due = time.monotonic() + secs
+        with self._lock:
+            is_alone = not peer.deferred  # what was due before has gone with another message
+            peer.deferred.append(encode_message(message))
+            due = self._due[peer] = due if is_alone else min(due, self._due.get(peer, due))
+        self._note(due)
 
     def send(self, peer: Peer, *, is_quiet: bool) -> None:
         """Send what there is for a peer; quietly, where the next message wakes it anyway."""
@@ -40,7 +45,13 @@ class Later:
         except (IndexError, PeerError):
             return  # another thread has sent it, or the peer is gone
 
-    def send_all(self) -> None:
-        """Send what has waited long enough."""
-        while self._peers:
-            self.send(self._peers.pop(), is_quiet=False)
+    def send_due(self, now: float) -> float:
+        """Send what has waited long enough; when the next of it has."""
+        with self._lock:
+            peers = [peer for peer, due in self._due.items() if due <= now]
+            for peer in peers:
+                del self._due[peer]
+            next_due = min(self._due.values(), default=float("inf"))
+        for peer in peers:
+            self.send(peer, is_quiet=False)
+        return next_due

@@ -122,7 +122,7 @@ class Links:
         self.bell = own_bell(own_id)
         self._mail: deque[Sequence[Part]] = deque()  # what came by zmq, and from this worker itself
         self._accepted: dict[int, RingReader] = {}
-        self._readers: list[tuple[int, RingReader]] = []
+        self._readers: list[RingReader] = []
         self._readers_lock = threading.Lock()
         try:
             inbox = self._make_inbox(listen)
@@ -226,27 +226,24 @@ class Links:
         """Whether there is a message to take."""
         if self._mail:
             return True
-        readers = self._readers
-        if len(readers) == 1:  # the usual case, and the quickest way
-            return readers[0][1].has_mail()
-        return any(reader.has_mail() for _, reader in readers)
+        return any(map(RingReader.has_mail, self._readers))
 
     def take(self) -> Sequence[Part] | None:
         """The next message from any peer, if there is one. One thread at a time."""
         if self._mail:
             return self._mail.popleft()
-        for place, (peer_id, reader) in enumerate(self._readers):
+        for place, reader in enumerate(self._readers):
             try:
                 parts = reader.read()
             except Exception:
                 # Its writer broke the rules of the ring: nothing after that can be trusted.
-                logger.exception("weft.rpc: the ring of worker %d can't be read", peer_id)
-                self._lose(self._links[peer_id], "its messages can't be read")
-                self.drop(peer_id)
+                logger.exception("weft.rpc: the ring of worker %d can't be read", reader.peer_id)
+                self._lose(self._links[reader.peer_id], "its messages can't be read")
+                self.drop(reader.peer_id)
                 return None
             if parts is not None:
                 # The next look begins with the others, so that one peer can't crowd them out.
-                if len(self._readers) > 1:
+                if len(self._readers) > 1 and reader.has_mail():
                     with self._readers_lock:
                         self._readers = [*self._readers[place + 1 :], *self._readers[: place + 1]]
                 return parts
@@ -275,7 +272,7 @@ class Links:
     def read_ring(self, peer_id: int) -> None:
         """Receive from a peer's ring: all that it sent before has been received."""
         with self._readers_lock:
-            self._readers = [*self._readers, (peer_id, self._accepted.pop(peer_id))]
+            self._readers = [*self._readers, self._accepted.pop(peer_id)]
 
     # The end
 
@@ -291,7 +288,7 @@ class Links:
             link.close(0)
         self._accepted.pop(peer_id, None)
         with self._readers_lock:
-            self._readers = [(number, reader) for number, reader in self._readers if number != peer_id]
+            self._readers = [reader for reader in self._readers if reader.peer_id != peer_id]
 
     def _lose(self, link: Link, why: str) -> None:
         link.why = why

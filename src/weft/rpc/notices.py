@@ -17,7 +17,7 @@ REMOTE_IDS = struct.Struct("<QQ")  # of the value and of the caller's RRef, in f
 
 def write_notice(notice: tuple[Any, ...]) -> bytes:
     """A notice as bytes."""
-    return pickle.dumps(tuple(tuple(part) if isinstance(part, GlobalId) else part for part in notice), 5)
+    return pickle.dumps(tuple([tuple(part) if isinstance(part, GlobalId) else part for part in notice]), 5)
 
 
 def read_notice(body: bytes | memoryview) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 The body of a message is a prefix, an index and a pickle. The index says what the pickle refers to outside
 itself: which tensors, and which RRefs travel with it. It is read before anything is unpickled, so that a
-message that fails half-way still gives back the RRefs it carried.
+message that fails half-way still gives back the RRefs it carried. What has the simple form of direct.py needs
+no pickle: it is in the index, whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import pickle
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from weft.errors import PeerError, StateError
+from weft.rpc.direct import Lifted, lift_call, lift_value, put_back
 from weft.rpc.failures import Failure, rebuild_failure
 from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
 from weft.rpc.tensors import Route, TensorPost
@@ -29,6 +31,7 @@ from weft.tensors import find_tensors, map_tensors
 _PREFIX = struct.Struct("<IIQ")
 _CONTEXT = struct.Struct("<8xQ")
 _NO_INDEX = _PREFIX.pack(0, 0, 0)
+_DIRECT = 0xFFFFFFFF  # in the place of the index's length: there is nothing else
 PACKED_NONE = _NO_INDEX + pickle_object(None).body
 # What weft's own messages name, whatever the user allows.
 OWN_NAMES = (
@@ -59,7 +62,7 @@ class Packed:
 
     body: bytes
     buffers: list[memoryview]
-    cargo: Cargo
+    cargo: Cargo | None = None
     tensors: Any = None  # their descriptors
     context_id: int = 0
     stub: Stub | None = None  # what distributed autograd has noted of it
@@ -116,11 +119,42 @@ class Packer:
         if self._allowed is not None:
             self._allowed.check_call(function)
 
-    def pack(self, obj: object, route: Route, context_id: int = 0) -> Packed:
-        """Pack an object for a peer, as part of a context of distributed autograd where one is given.
+    def pack_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        route: Route,
+        context_id: int = 0,
+    ) -> Packed:
+        """Pack a call for a peer, as part of a context of distributed autograd where one is given.
 
         What it registered of RRefs is undone if it can't be packed.
         """
+        lifted = lift_call(func, args, kwargs, is_tracked=context_id != 0)
+        if lifted is None:
+            return self._pickle((func, args, kwargs), route, context_id)
+        return self._pack_lifted(lifted, route, context_id)
+
+    def pack(self, value: object, route: Route, context_id: int = 0) -> Packed:
+        """The same for the result of a call."""
+        if value is None:  # a context has nothing to note of it
+            return Packed(PACKED_NONE, [])
+        lifted = lift_value(value, is_tracked=context_id != 0)
+        if lifted is None:
+            return self._pickle(value, route, context_id)
+        return self._pack_lifted(lifted, route, context_id)
+
+    def _pack_lifted(self, lifted: Lifted, route: Route, context_id: int) -> Packed:
+        plain, tensors = lifted
+        descriptors, buffers = self._post.pack(tensors, route) if tensors else (None, [])
+        stub = None
+        if context_id and self._tracker is not None:
+            stub = self._tracker.on_send(context_id, tensors, route)
+        body = _PREFIX.pack(_DIRECT, 0, context_id) + pickle.dumps((*plain, descriptors, stub), 5)
+        return Packed(body, buffers, None, descriptors, context_id, stub)
+
+    def _pickle(self, obj: object, route: Route, context_id: int) -> Packed:
         outer, cargo = under_way.cargo, Cargo(route.peer_id)
         under_way.cargo = cargo
         try:
@@ -147,7 +181,8 @@ class Packer:
 
     def withdraw(self, packed: Packed) -> None:
         """Take back what a message lent and registered, since it is not sent."""
-        self._undo(packed.cargo)
+        if packed.cargo is not None:
+            self._undo(packed.cargo)
         if packed.tensors is not None:
             self._post.withdraw(packed.tensors)
         if packed.stub is not None and self._tracker is not None:
@@ -170,7 +205,11 @@ class Packer:
 
         Raises what its classes raise, and RefusedError for what is not allowed.
         """
+        if body == PACKED_NONE:
+            return None
         num_index_bytes, num_own, context_id = _PREFIX.unpack_from(body)
+        if num_index_bytes == _DIRECT:
+            return self._put_back(memoryview(body)[_PREFIX.size :], buffers, route, context_id)
         start = _PREFIX.size + num_index_bytes
         view = memoryview(body)
         if not num_index_bytes:
@@ -179,11 +218,7 @@ class Packer:
         outer, cargo = under_way.cargo, Cargo(route.peer_id, list(forks))
         under_way.cargo = cargo
         try:
-            tensors: Sequence[torch.Tensor] = ()
-            if descriptors is not None:
-                tensors = self._unpack_tensors(descriptors, buffers[num_own:], route)
-            if context_id and self._tracker is not None:
-                tensors = self._tracker.on_receive(context_id, stub, tensors, route)
+            tensors = self._unpack_tensors(descriptors, buffers[num_own:], route, context_id, stub)
             obj = unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
             if cargo.unconfirmed and settle is not None:
                 settle(cargo.unconfirmed)
@@ -193,15 +228,31 @@ class Packer:
             if cargo.forks:
                 self._unclaimed(cargo)
 
-    def _unpack_tensors(self, descriptors: Any, buffers: Sequence[Any], route: Route) -> list[torch.Tensor]:
-        try:
-            return self._post.unpack(descriptors, buffers, route)
-        except PeerError as error:
-            raise PeerError(
-                f"worker '{route.peer_name}' (id {route.peer_id}) is gone, and with it the memory that held "
-                "the tensors it sent.",
-                [route.peer_id],
-            ) from error
+    def _put_back(
+        self, index: memoryview, buffers: Sequence[bytes | memoryview], route: Route, context_id: int
+    ) -> Any:
+        # Where names matter nothing but plain data is read: the function is looked up, and checked, by name.
+        load = pickle.loads if self._allowed is None else load_plain
+        what, values, places, kwargs, descriptors, stub = load(index)
+        tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
+        return put_back(what, values, places, kwargs, tensors, self._allowed)
+
+    def _unpack_tensors(
+        self, descriptors: Any, buffers: Sequence[Any], route: Route, context_id: int, stub: Stub | None
+    ) -> Sequence[torch.Tensor]:
+        tensors: Sequence[torch.Tensor] = ()
+        if descriptors is not None:
+            try:
+                tensors = self._post.unpack(descriptors, buffers, route, are_leaves=stub is None)
+            except PeerError as error:
+                raise PeerError(
+                    f"worker '{route.peer_name}' (id {route.peer_id}) is gone, and with it the memory that "
+                    "held the tensors it sent.",
+                    [route.peer_id],
+                ) from error
+        if context_id and self._tracker is not None:
+            return self._tracker.on_receive(context_id, stub, tensors, route)
+        return tensors
 
 
 def _without_parameters(obj: object) -> object:

@@ -6,10 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.rpc.tensors import Route
 from weft.rpc.workers import Card, WorkerInfo
+
+if TYPE_CHECKING:
+    from weft.rpc.calls import Call
 
 Blocking = Callable[[], AbstractContextManager[None]]
 
@@ -61,10 +65,11 @@ class Peer:
             [self.info.id],
         )
 
-    def enter(self, limit: int, timeout_secs: float, what: str, blocking: Blocking) -> None:
+    def enter(self, limit: int, call: Call, blocking: Blocking) -> None:
         """Count a call in; waits while `limit` calls have no answer. Raises when none comes in time."""
         with self._lock:
             if self._in_flight >= limit and self.lost is None:
+                timeout_secs = call.timeout_secs
                 self._num_waiting += 1
                 try:
                     with blocking():
@@ -76,7 +81,7 @@ class Peer:
                 if not is_room:
                     raise PeerTimeoutError(
                         f"RPC ran for more than set timeout ({timeout_secs * 1000:g} ms) and will now be "
-                        f"marked with an error: {what} was not sent, since {limit} calls to worker "
+                        f"marked with an error: {call.what} was not sent, since {limit} calls to worker "
                         f"'{self.info.name}' (id {self.info.id}) have no answer yet (max_in_flight). Wait "
                         "for some of them first.",
                         [self.info.id],

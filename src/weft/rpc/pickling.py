@@ -137,6 +137,37 @@ def unpickle_object(
     return unpickler.load()
 
 
+def name_global(function: Any) -> tuple[str, str] | None:
+    """The module and the name that other workers find a function by; None where they may not, or are several.
+
+    Only for plain functions and torch's own: what else has a name is pickled.
+    """
+    kind: type = type(function)
+    if kind is types.FunctionType:
+        module, name = function.__module__, function.__qualname__
+    elif kind is types.BuiltinFunctionType:
+        module, name = "torch", function.__name__
+    else:
+        return None
+    is_found = getattr(sys.modules.get(module), name, None) is function
+    return (module, name) if is_found and _has_file(sys.modules["__main__"]) else None
+
+
+def find_global(module: str, name: str, allow: Allowed | None) -> Any:
+    """What a message names. Raises what `unpickle_object` raises for it."""
+    if allow is not None:
+        checked = _CheckedUnpickler(io.BytesIO(), ())
+        checked.allow, checked.tensors = allow, ()
+        return checked.find_class(module, name)
+    home = sys.modules.get(module)
+    found = None if home is None else getattr(home, name, None)
+    if found is not None:  # the usual case, and the quickest way
+        return found
+    unpickler = _Unpickler(io.BytesIO())
+    unpickler.tensors = ()
+    return unpickler.find_class(module, name)
+
+
 # What stands in a pickle for a tensor, and for a function that pickle itself would only reach with getattr.
 # The unpicklers put their own methods in the place of these two.
 

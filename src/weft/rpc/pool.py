@@ -23,12 +23,14 @@ from typing import Any, Protocol
 
 from weft.local import kernel
 from weft.rpc.bell import Bell
-from weft.rpc.calls import SyncCall
+from weft.rpc.calls import Waiter
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], None]
 _NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be missed
-_MOMENT_SECS = 0.001
+_MOMENT_SECS = 0.001  # a job that takes longer is not waited for
+# How often to look for such jobs: each look takes the interpreter from whoever works.
+_LOOK_SECS, _SELDOM_SECS = 0.002, 0.005  # when one runs, and when none did
 _QUIET_SECS = 0.05  # so long after the last job nobody needs to be looked after
 
 
@@ -50,10 +52,10 @@ class Ear(Protocol):
 class _Running:
     """A job that runs."""
 
-    __slots__ = ("began_at_look", "is_away")
+    __slots__ = ("began_at", "is_away")
 
-    def __init__(self, look: int) -> None:
-        self.began_at_look = look
+    def __init__(self) -> None:
+        self.began_at = time.monotonic()
         self.is_away = False  # its thread won't look for messages soon: it is not counted as awake
 
 
@@ -95,7 +97,6 @@ class Pool:
         self._num_blocked = 0
         self._num_busy = 0
         self._running: set[_Running] = set()
-        self._num_looks = 0
         self._is_looked_after = False
         self._num_begun = 0
         self._last_look = (0.0, 0)  # when there was work, and how many jobs had begun
@@ -140,7 +141,7 @@ class Pool:
             job = self._next_job()
             if job is None:
                 return
-            running = self._mine.running = _Running(self._num_looks)
+            running = self._mine.running = _Running()
             with self._lock:
                 self._running.add(running)
                 self._num_begun += 1
@@ -243,9 +244,8 @@ class Pool:
         """
         now = time.monotonic()
         with self._lock:
-            self._num_looks += 1
             for running in self._running:
-                if not running.is_away and running.began_at_look < self._num_looks - 1:
+                if not running.is_away and now - running.began_at >= _MOMENT_SECS:
                     running.is_away = True
                     self._set_awake(-1)
             is_watched = any(not running.is_away for running in self._running)
@@ -256,7 +256,9 @@ class Pool:
                 self._is_looked_after = False
         if is_waiting:
             self._ear.bell.wake()
-        return now + _MOMENT_SECS if self._is_looked_after else None
+        if not self._is_looked_after:
+            return None
+        return now + (_LOOK_SECS if is_watched else _SELDOM_SECS)
 
     # Those who wait
 
@@ -285,27 +287,36 @@ class Pool:
                     running.is_away = False
                     self._set_awake(1)
 
-    def wait_for(self, call: SyncCall) -> bool:
-        """Wait for the answer to a call; whether it came in time. One caller at a time takes messages."""
+    def wait_for(self, call: Waiter, send: Callable[[], object] | None = None) -> bool:
+        """Wait for an answer; whether it came in time. One caller at a time takes messages.
+
+        `send` sends the call, where that is still to be done, and must not wait. It is called when the caller
+        listens, so that the answer wakes nobody else.
+        """
         if not self._listening.acquire(blocking=False):
+            if send is not None:
+                send()
             with self.blocking():
                 return call.wait()
         bell = self._ear.bell
         call.when_answered = bell.wake_caller
-        bell.set_listening(True)
+        is_asleep = not self.spin_secs  # else it looks by itself for a moment
+        bell.set_listening(is_asleep=is_asleep)
         try:
+            if send is not None:
+                send()
             if self._mine.is_worker:
                 with self.blocking():
-                    return self._listen(call)
-            return self._listen(call)
+                    return self._listen(call, is_asleep)
+            return self._listen(call, is_asleep)
         finally:
-            bell.set_listening(False)
+            bell.stop_listening()
             self._listening.release()
             if self._ear.has_mail() and not self._num_awake:  # its sender thought that somebody listens
                 bell.wake()
 
-    def _listen(self, call: SyncCall) -> bool:
-        bell, is_asleep = self._ear.bell, False
+    def _listen(self, call: Waiter, is_asleep: bool) -> bool:
+        bell = self._ear.bell
         while True:
             signal = bell.caller_signal()
             self._take_for_others(call)
@@ -317,12 +328,12 @@ class Pool:
             if not is_asleep and self._spin():
                 continue
             if not is_asleep:
-                bell.fall_asleep()
                 is_asleep = True
+                bell.set_listening(is_asleep=True)
                 continue
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
 
-    def _take_for_others(self, call: SyncCall) -> None:
+    def _take_for_others(self, call: Waiter) -> None:
         """Take messages until the answer has come; leave the jobs to the pool."""
         while call.reply is None:
             with self._taking:

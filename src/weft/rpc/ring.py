@@ -25,8 +25,10 @@ Part = bytes | memoryview
 
 RING_BYTES = 1 << 20
 _START = 128
+_ALIGNED = ~7  # of a number of bytes plus 7: a multiple of 8
 _HEAD, _TAIL = 0, 8  # as indices of 64-bit words
 _LENGTHS = [struct.Struct(f"<{1 + num_parts}Q") for num_parts in range(9)]
+_ONE_PART = _LENGTHS[1]
 _COUNT = struct.Struct("<Q")
 _SKIP = (1 << 64) - 1  # in the place of a number of parts: go on at the start
 _SPILL = (1 << 64) - 2  # the message lies in a segment of its own, whose name follows
@@ -54,14 +56,18 @@ class RingWriter:
         """Put a message in; False when there is no room."""
         if self._spilled:
             self._forget_read()
-        lengths = [len(part) for part in parts]
+        lengths = list(map(len, parts))
         num_bytes = 8 + 8 * len(lengths) + sum(lengths)
         if num_bytes > RING_BYTES // 4:
             return self._spill(parts, lengths, num_bytes)
         at = self._reserve(num_bytes)
         if at is None:
             return False
-        _put(self._data, at, parts, lengths)
+        if len(parts) == 1:  # the usual case, without a loop
+            _ONE_PART.pack_into(self._data, at, 1, lengths[0])
+            self._data[at + _ONE_PART.size : at + num_bytes] = parts[0]
+        else:
+            _put(self._data, at, parts, lengths)
         self._publish(num_bytes)
         return True
 
@@ -69,7 +75,7 @@ class RingWriter:
         """Where an entry of that size can go; None when there is no room."""
         at = self._tail % RING_BYTES
         skipped = RING_BYTES - at if at + num_bytes > RING_BYTES else 0
-        if self._tail + skipped + _aligned(num_bytes) - self._words[_HEAD] > RING_BYTES:
+        if self._tail + skipped + (num_bytes + 7 & _ALIGNED) - self._words[_HEAD] > RING_BYTES:
             return None
         if skipped:
             _COUNT.pack_into(self._data, at, _SKIP)
@@ -78,8 +84,9 @@ class RingWriter:
         return at
 
     def _publish(self, num_bytes: int) -> None:
-        self._tail += _aligned(num_bytes)
-        kernel.fence()  # the entry is there before the tail says so
+        self._tail += num_bytes + 7 & _ALIGNED
+        if kernel.NEEDS_FENCES:
+            kernel.fence()  # the entry is there before the tail says so
         self._words[_TAIL] = self._tail
 
     def _forget_read(self) -> None:
@@ -104,7 +111,7 @@ class RingReader:
     """The reading end. One thread at a time."""
 
     def __init__(self, name: SegmentName, peer_id: int) -> None:
-        self._peer_id = peer_id
+        self.peer_id = peer_id
         segment = open_segment(name, peer_id)
         self._words: memoryview = memoryview(segment.memory).cast("Q")
         self._data = memoryview(segment.memory)[_START : _START + RING_BYTES]
@@ -118,7 +125,8 @@ class RingReader:
         """Take out the next message; None when there is none."""
         if self._words[_TAIL] == self._head:
             return None
-        kernel.fence()  # what lies before the tail is read after the tail
+        if kernel.NEEDS_FENCES:
+            kernel.fence()  # what lies before the tail is read after the tail
         at = self._head % RING_BYTES
         (num_parts,) = _COUNT.unpack_from(self._data, at)
         if num_parts == _SKIP:
@@ -127,25 +135,27 @@ class RingReader:
         if num_parts == _SPILL:
             *name, num_bytes = _SPILL_NAME.unpack_from(self._data, at + 8)
             try:
-                segment = open_segment(SegmentName(*name), self._peer_id)
+                segment = open_segment(SegmentName(*name), self.peer_id)
             except (PeerError, StateError, OSError):
                 segment = None  # the writer is gone, and with it what it had not handed over
-            self._move(_aligned(8 + _SPILL_NAME.size))
+            self._move(8 + _SPILL_NAME.size)
             if segment is None:
                 return self.read()
             return _get(memoryview(segment.memory)[:num_bytes], 0, is_copied=False)[0]
+        if num_parts == 1:
+            (num_bytes,) = _COUNT.unpack_from(self._data, at + _COUNT.size)
+            part = bytes(self._data[at + _ONE_PART.size : at + _ONE_PART.size + num_bytes])
+            self._move(_ONE_PART.size + num_bytes)
+            return [part]
         parts, num_bytes = _get(self._data, at, is_copied=True)
-        self._move(_aligned(num_bytes))
+        self._move(num_bytes)
         return parts
 
     def _move(self, num_bytes: int) -> None:
-        self._head += num_bytes
-        kernel.fence()  # the entry is read before its room is free
+        self._head += num_bytes + 7 & _ALIGNED
+        if kernel.NEEDS_FENCES:
+            kernel.fence()  # the entry is read before its room is free
         self._words[_HEAD] = self._head
-
-
-def _aligned(num_bytes: int) -> int:
-    return (num_bytes + 7) & ~7
 
 
 def _put(data: memoryview, at: int, parts: Sequence[Part], lengths: list[int]) -> None:

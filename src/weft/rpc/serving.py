@@ -149,35 +149,36 @@ class Server:
         if self._agent.is_ended:
             return  # what has not begun when the worker ends does not begin
         try:
-            result, future = self._run(message, message.body, sender)
+            context_id, result, future = self._run(message, message.body, sender)
         except BaseException as error:
             self._reply_failure(message, sender, error)
             return
         if future is None:
-            self._reply(message, sender, result, self._agent.packer.context_of(message.body))
+            self._reply(message, sender, result, context_id)
         else:
             future.add_done_callback(lambda done: self._reply_future(message, sender, done))
 
     def _run(
         self, message: Message, body: bytes | memoryview, sender: Peer
-    ) -> tuple[Any, torch.futures.Future[Any] | None]:
-        """Run what a message asks for: its result, or the future of it."""
+    ) -> tuple[int, Any, torch.futures.Future[Any] | None]:
+        """Run what a message asks for: its context, and its result or the future of it."""
         packer = self._agent.packer
         payload = cast(Payload, packer.unpack(body, message.buffers, sender.replying, self._settle))
         function, args, kwargs = payload
-        outer, here.context_id = here.context_id, packer.context_of(body)
+        context_id = packer.context_of(body)
+        outer, here.context_id = here.context_id, context_id
         try:
             result = function(*args, **kwargs)
         finally:
             here.context_id = outer
         if not is_async(function):
-            return result, None
+            return context_id, result, None
         if not isinstance(result, torch._C.Future):
             raise StateError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but got {type(result)} from {getattr(function, '__qualname__', function)}."
             )
-        return None, cast("torch.futures.Future[Any]", result)
+        return context_id, None, cast("torch.futures.Future[Any]", result)
 
     def _settle(self, rrefs: list[Any]) -> None:
         """A function starts when the owners of its RRefs know of them, as in torch."""
@@ -197,7 +198,7 @@ class Server:
         if self._agent.is_ended:
             return
         try:
-            result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :], sender)
+            _, result, future = self._run(message, memoryview(message.body)[REMOTE_IDS.size :], sender)
         except BaseException as error:
             self._finish_remote(message, sender, owned, (None, error))
             return

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft.errors import UnfitError, UnsupportedError
@@ -42,6 +43,11 @@ _NAMES = {
     if isinstance(value, torch.dtype)
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# The dtypes that numpy has too: it makes a tensor of a message's bytes in one step.
+_NUMPY_DTYPES = {
+    name: np.dtype(name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 Descriptor = tuple[Any, ...]
 
@@ -96,7 +102,8 @@ class TensorPost:
         parcel = _Parcel(route)
         try:
             descriptors = tuple([self._pack(tensor, parcel) for tensor in tensors])
-            parcel.finish_copies()
+            if parcel.devices:
+                parcel.finish_copies()
         except BaseException:
             parcel.finish_copies()
             for arena, place in parcel.lent:
@@ -139,7 +146,9 @@ class TensorPost:
                 parcel.lent.append((self._arena, place))
                 return tuple(place)
         if num_bytes <= INLINE_BYTES:  # will be copied into the message anyway; this is the fastest way
-            address = _address_of(tensor) if num_bytes else 0
+            address = tensor.data_ptr() if num_bytes else 0
+            if num_bytes and not address:
+                raise _memory_error(tensor)
             parcel.buffers.append(memoryview(ctypes.string_at(address, num_bytes)))
         else:
             raw: Any = _bytes_of(tensor, num_bytes).numpy()
@@ -169,18 +178,29 @@ class TensorPost:
         return self._place(host, num_bytes, parcel)
 
     def unpack(
-        self, descriptors: Any, buffers: Sequence[bytes | memoryview], route: Route
+        self,
+        descriptors: Any,
+        buffers: Sequence[bytes | memoryview],
+        route: Route,
+        *,
+        are_leaves: bool = True,
     ) -> list[torch.Tensor]:
         """The tensors that a peer packed. Large writable buffers are taken over for good, others are copied.
+
+        They need gradients where the peer's did, unless the graph goes on behind them: `are_leaves` is False.
 
         Raises PeerError when the peer is gone and its memory with it, WireError when descriptors and buffers
         don't fit together.
         """
         if torch.is_inference_mode_enabled():  # what a peer sent may be trained with, wherever it arrives
             with torch.inference_mode(False):
-                return self.unpack(descriptors, buffers, route)
+                return self.unpack(descriptors, buffers, route, are_leaves=are_leaves)
         left = iter(buffers)
         tensors = [self._unpack(descriptor, left, route) for descriptor in descriptors]
+        if are_leaves:
+            for tensor, descriptor in zip(tensors, descriptors, strict=True):
+                if descriptor[3]:
+                    tensor.requires_grad_()
         if next(left, None) is not None:
             raise WireError(f"worker {route.peer_id} sent {len(buffers)} buffers, more than its tensors have")
         return tensors
@@ -189,11 +209,12 @@ class TensorPost:
         self, descriptor: Descriptor, left: Iterator[bytes | memoryview], route: Route
     ) -> torch.Tensor:
         if len(descriptor) == 5:
-            layout, shape, is_coalesced, requires_grad, packed = descriptor
+            layout, shape, is_coalesced, _, packed = descriptor
             parts = [self._unpack(part, left, route) for part in packed]
-            tensor = put_together(layout, shape, is_coalesced, parts)
-            return tensor.requires_grad_() if requires_grad else tensor
-        name, shape, strides, requires_grad, device, place = descriptor
+            return put_together(layout, shape, is_coalesced, parts)
+        name, shape, strides, _, device, place = descriptor
+        if place is None and device is None and strides is None and name in _NUMPY_DTYPES:
+            return _copied(next(left, None), _NUMPY_DTYPES[name], shape)
         dtype = _DTYPES[name]
         if device == "meta":
             strides = contiguous_strides(shape) if strides is None else strides
@@ -206,7 +227,7 @@ class TensorPost:
                 tensor.resize_(shape)
             else:
                 raise WireError(f"{tensor.numel()} elements for a tensor of shape {shape}")
-        return tensor.requires_grad_() if requires_grad else tensor
+        return tensor
 
     def _receive(
         self,
@@ -276,6 +297,17 @@ class TensorPost:
         return [self._arena, *self._device_arenas.values()]
 
 
+def _copied(buffer: bytes | memoryview | None, dtype: np.dtype[Any], shape: Sequence[int]) -> torch.Tensor:
+    """Bytes of a message as a contiguous tensor; large ones that may be written to are taken over."""
+    if buffer is None:
+        raise WireError("fewer buffers than tensors")
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise WireError(f"{len(buffer)} bytes for a tensor of shape {shape} and {dtype}")
+    is_taken_over = len(buffer) > INLINE_BYTES and not memoryview(buffer).readonly
+    array = np.ndarray(shape, dtype, buffer if is_taken_over else bytearray(buffer))
+    return torch.from_numpy(array if array.flags.aligned else array.copy())
+
+
 def _take_over(buffer: bytes | memoryview | None, dtype: torch.dtype) -> torch.Tensor:
     """Bytes of a message as a tensor, 1D."""
     if buffer is None:
@@ -311,13 +343,6 @@ def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
         raise _memory_error(tensor)
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, start, (num_bytes,), (1,))
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    address = tensor.data_ptr()
-    if not address:
-        raise _memory_error(tensor)
-    return address
 
 
 def _memory_error(tensor: torch.Tensor) -> Exception:

@@ -40,7 +40,10 @@ class Tracker(Protocol):
     def on_receive(
         self, context_id: int, stub: Stub | None, tensors: Sequence[torch.Tensor], route: Route
     ) -> Sequence[torch.Tensor]:
-        """The tensors of a message, tied to the worker that sent them."""
+        """The tensors of a message, tied to the worker that sent them.
+
+        Those of a stub come without need of gradients, and leave with it.
+        """
         ...
 
     def is_open(self, context_id: int) -> bool:

@@ -61,28 +61,33 @@ def encode_message(message: Message) -> list[bytes | memoryview]:
 
     Raises WireError when a number doesn't fit its field, or there are too many buffers.
     """
-    body, buffers = message.body, message.buffers
+    return encode_parts(*message)
+
+
+def encode_parts(
+    kind: Kind,
+    sender: int,
+    call_id: int,
+    epoch: int,
+    body: bytes | memoryview,
+    buffers: Sequence[bytes | memoryview],
+) -> list[bytes | memoryview]:
+    """The same of a message that was not put together."""
     if len(buffers) > MAX_BUFFERS:
         raise WireError(f"{len(buffers)} buffers in one message; at most {MAX_BUFFERS} fit")
     try:
-        header = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            message.kind,
-            message.sender,
-            len(buffers),
-            message.call_id,
-            message.epoch,
-            len(body),
-        )
+        header = _HEADER.pack(_MAGIC, _VERSION, kind, sender, len(buffers), call_id, epoch, len(body))
     except struct.error as error:
-        raise WireError(f"{message.kind!r} from {message.sender}: a number doesn't fit ({error})") from error
+        raise WireError(f"{kind!r} from {sender}: a number doesn't fit ({error})") from error
     if not buffers:
         return [header + body]  # the usual case, without a loop
-    lengths = [len(buffer) for buffer in buffers]
-    small = [buffer for buffer, length in zip(buffers, lengths, strict=True) if length <= INLINE_BYTES]
-    large = [buffer for buffer, length in zip(buffers, lengths, strict=True) if length > INLINE_BYTES]
-    return [b"".join((header, struct.pack(f"<{len(lengths)}Q", *lengths), body, *small)), *large]
+    lengths = list(map(len, buffers))
+    table = struct.pack(f"<{len(lengths)}Q", *lengths)
+    if max(lengths) <= INLINE_BYTES:
+        return [b"".join((header, table, body, *buffers))]
+    small = [buffer for buffer in buffers if len(buffer) <= INLINE_BYTES]
+    large = [buffer for buffer in buffers if len(buffer) > INLINE_BYTES]
+    return [b"".join((header, table, body, *small)), *large]
 
 
 def decode_message(parts: Sequence[bytes | memoryview]) -> Message:
@@ -92,7 +97,7 @@ def decode_message(parts: Sequence[bytes | memoryview]) -> Message:
     """
     if not parts:
         raise WireError("a message of no parts")
-    first = _check_bytes(parts[0])
+    first = memoryview(parts[0]) if type(parts[0]) is bytes else _check_bytes(parts[0])
     if len(first) < _HEADER.size:
         raise WireError(f"{len(first)} bytes where a header has {_HEADER.size}")
     magic, version, number, sender, num_buffers, call_id, epoch, body_bytes = _HEADER.unpack_from(first)
@@ -122,8 +127,9 @@ def _decode_buffers(
     if num_buffers > MAX_BUFFERS or body_start > len(first):
         raise WireError(f"{num_buffers} buffers said to be in a first part of {len(first)} bytes")
     lengths = struct.unpack_from(f"<{num_buffers}Q", first, _HEADER.size)
-    num_parts = 1 + sum(length > INLINE_BYTES for length in lengths)
-    first_bytes = body_start + body_bytes + sum(length for length in lengths if length <= INLINE_BYTES)
+    large_lengths = [length for length in lengths if length > INLINE_BYTES]
+    num_parts = 1 + len(large_lengths)
+    first_bytes = body_start + body_bytes + sum(lengths) - sum(large_lengths)
     if len(parts) != num_parts:
         raise WireError(f"{len(parts)} parts where the lengths say {num_parts}")
     if len(first) != first_bytes:

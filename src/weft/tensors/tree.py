@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,15 @@ import torch
 
 def find_tensors(value: object) -> Iterator[torch.Tensor]:
     """Every tensor in the value: in lists, tuples, sets, mappings and dataclasses, nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for part in _parts(value):
-        yield from find_tensors(part)
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+            continue
+        look = _look_into(type(value))
+        if look is not None:
+            pending += reversed(look(value))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -45,14 +50,16 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     return value
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from cast("Mapping[Any, Any]", value).values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from cast("list[Any]", value)
-    elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield getattr(value, field.name, None)
+@lru_cache(4096)
+def _look_into(kind: type) -> Callable[[Any], list[Any]] | None:
+    """How to get at what values of a type hold; None where that is nothing."""
+    if issubclass(kind, Mapping):
+        return lambda value: list(value.values())
+    if issubclass(kind, list | tuple | set | frozenset):
+        return list
+    if dataclasses.is_dataclass(kind):
+        return lambda value: [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -1,137 +1,19 @@
-"""The passes behind the launches: waits go down, and copies of what has come go where a view serves."""
+"""Copies of what a collective has brought go where a view serves, and stay where it does not."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import fx
 
-from tests.compile_bodies.hand_graphs import Draft, HandOwner, bucket, run, slot, written
+from tests.compile_bodies.hand_graphs import Draft, run, written
 from weft.compiler.graphs import WAIT, c10d
-from weft.compiler.ops import RECEIVE, SEND
 from weft.compiler.passes.drop_copies import drop_copies
 from weft.compiler.passes.launch_early import launches_in
-from weft.compiler.passes.wait_late import wait_late
-from weft.compiler.schedule import encode_schedule
 
 aten = torch.ops.aten
-CONVERT = torch.ops.prims.convert_element_type.default
-
-
-# wait_late
-
-
-def test_a_wait_and_its_views_go_down_to_their_use() -> None:
-    draft = Draft()
-    x, y = draft.given("x", 6), draft.given("y", 2)
-    waited = draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
-    piece = draft.call(aten.slice.Tensor, waited, 0, 0, 4)
-    shaped = draft.call(aten.permute.default, draft.call(aten.reshape.default, piece, [2, 2]), [1, 0])
-    wide = draft.call(CONVERT, shaped, torch.float64)
-    rest = draft.call(aten.sin.default, y)
-    graph = draft.give(wide, draft.call(aten.cos.default, rest))
-    numbers = run(graph, torch.randn(6), torch.randn(2))
-    del numbers
-    wait_late(graph, launches_in(graph))
-    graph.lint()
-    assert written(graph) == [
-        "all_reduce = all_reduce(x, sum, g)",
-        "sin = sin(y)",
-        "cos = cos(sin)",
-        "wait = wait(all_reduce)",
-        "slice = slice(wait, 0, 0, 4)",
-        "reshape = reshape(slice, [2, 2])",
-        "permute = permute(reshape, [1, 0])",
-        "convert = convert(permute, torch.float64)",
-        "output(convert, cos)",
-    ]
-
-
-def test_a_wait_that_is_used_in_the_middle_stays_before_that() -> None:
-    draft = Draft()
-    x, y = draft.given("x", 4), draft.given("y", 2)
-    waited = draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
-    first = draft.call(aten.slice.Tensor, waited, 0, 0, 2)
-    second = draft.call(aten.slice.Tensor, waited, 0, 2, 4)
-    early = draft.call(aten.sin.default, y)
-    middle = draft.call(aten.add.Tensor, second, early)
-    end = draft.call(aten.cos.default, y)
-    graph = draft.give(first, second, middle, end)
-    wait_late(graph, launches_in(graph))
-    graph.lint()
-    assert written(graph) == [
-        "all_reduce = all_reduce(x, sum, g)",
-        "sin = sin(y)",
-        "wait = wait(all_reduce)",
-        "slice = slice(wait, 0, 2, 4)",
-        "add = add(slice, sin)",
-        "cos = cos(y)",
-        "slice1 = slice(wait, 0, 0, 2)",
-        "output(slice1, slice, add, cos)",
-    ]
-
-
-def test_a_result_that_nobody_uses_is_still_waited_for() -> None:
-    draft = Draft()
-    x = draft.given("x", 4)
-    draft.call(WAIT, draft.call(c10d.all_reduce.default, x, "sum", "g"))
-    graph = draft.give(draft.call(aten.sin.default, x))
-    before = written(graph)
-    wait_late(graph, launches_in(graph))
-    assert written(graph) == before
-
-
-def test_items_of_a_list_are_waited_for_one_by_one() -> None:
-    draft = Draft()
-    x, y = draft.given("x", 4), draft.given("y", 2)
-    launch = draft.call(c10d.all_reduce_coalesced.default, [x, y], "sum", "g")
-    waits = [draft.call(WAIT, draft.call(operator.getitem, launch, at)) for at in range(2)]
-    middle = draft.call(aten.sin.default, y)
-    graph = draft.give(waits[0], draft.call(aten.add.Tensor, waits[1], middle))
-    wait_late(graph, launches_in(graph))
-    graph.lint()
-    assert written(graph) == [
-        "all_reduce_coalesced = all_reduce_coalesced([x, y], sum, g)",
-        "sin = sin(y)",
-        "getitem = getitem(all_reduce_coalesced, 1)",
-        "wait = wait(getitem)",
-        "add = add(wait, sin)",
-        "getitem1 = getitem(all_reduce_coalesced, 0)",
-        "wait1 = wait(getitem1)",
-        "output(wait1, add)",
-    ]
-
-
-def test_views_of_a_bucket_stay_behind_its_receive() -> None:
-    owner = HandOwner("A", bucket(slot(0, 2), slot(1, 2)))
-    draft = Draft()
-    x, y = draft.given("x", 2), draft.given("y", 2)
-    schedule = encode_schedule(owner.buckets(), [0, 1])
-    sent = draft.call(SEND, [x, y], None, owner.number, 0, schedule)
-    draft.call(RECEIVE, [sent], owner.number)
-    pieces = [draft.call(aten.slice.Tensor, sent, 0, at, at + 2) for at in (0, 2)]
-    middle = draft.call(aten.sin.default, y)
-    graph = draft.give(*pieces, middle)
-    x_and_y = torch.randn(2), torch.randn(2)
-    wait_late(graph, launches_in(graph))
-    graph.lint()
-    assert sorted(written(graph)[3:5]) == [
-        "slice = slice(send_bucket, 0, 2, 4)",
-        "slice1 = slice(send_bucket, 0, 0, 2)",
-    ]
-    assert written(graph)[:3] == [
-        "send_bucket = send_bucket([x, y], None, A, 0)",
-        "receive_buckets = receive_buckets([send_bucket], A)",
-        "sin = sin(y)",
-    ]
-    for got, given in zip(run(graph, *x_and_y), x_and_y, strict=False):
-        assert torch.equal(got, given)
-
-
-# drop_copies
 
 
 def _reduced(draft: Draft, *shape: int) -> fx.Node:
@@ -184,10 +66,6 @@ def _both_are_handed_out(draft: Draft, waited: fx.Node) -> list[fx.Node]:
 def _of_something_else(draft: Draft, waited: fx.Node) -> list[fx.Node]:
     made = draft.call(aten.sin.default, waited)
     return [made, draft.call(aten.clone.default, made)]
-
-
-def _of_an_input(draft: Draft, waited: fx.Node) -> list[fx.Node]:
-    return [waited, draft.call(aten.clone.default, draft.given("y", 2))]
 
 
 NEEDED = [
