@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +38,15 @@ def backward_only(wrap: str, kind: str) -> None:
     pair = Pair(wrap=wrap)
     pair.compiled = pair.under
     pair.train(kind=kind)
+
+
+def too_late(wrap: str, kind: str) -> None:
+    """A backward that torch's switch lets be traced after an eager forward says what to do."""
+    fresh()
+    pair = Pair(wrap=wrap)
+    pair.compiled = pair.under
+    with pytest.raises(Exception, match=r"Enable it with weft\.compiler\.autograd"):
+        pair.train(kind=kind)
 
 
 def forward_and_backward_in_one(wrap: str, kind: str) -> None:

@@ -207,3 +207,9 @@ def run(graph: fx.Graph, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """What a graph brings. Inputs are given in the order of its placeholders."""
     results = _Run(graph).run(*inputs)
     return [result.clone(memory_format=torch.preserve_format) for result in results]
+
+
+def assert_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """To the bit; a NaN, which stands for what has not come yet, equals nothing."""
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)

@@ -72,7 +72,7 @@ def backward_context(kind: str) -> AbstractContextManager[Any]:
         case "plain":
             return nullcontext()
         case "weft":
-            return compiler.autograd()
+            return compiler.autograd(options={"engine": "aot_eager"})
         case "torch":
             return compiled_autograd._enable(compile_backward)
         case _:

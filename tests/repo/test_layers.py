@@ -25,6 +25,10 @@ BESIDE: dict[str, set[str]] = {
     "local": {"comm", "tensors"},
     "autograd": {"comm"},
     "modules": {"comm"},
+    # How a feature comes into a compiled graph is its own to say; the passes know them all by one protocol.
+    "data_parallel": {"compiler"},
+    "fsdp": {"compiler"},
+    "tensor_parallel": {"compiler"},
     "testing": {"launcher"},
     # The demo shows what a user writes, and a user writes `import weft`.
     "demo": {"launcher", "testing", "__init__"},

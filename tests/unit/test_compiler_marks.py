@@ -192,8 +192,8 @@ def test_one_owner_is_whole_and_another_is_not() -> None:
     assert [found.owner for found in find_reducible(graph)] == [whole.number]
     assert written(graph) == [
         "leave_gradients = leave_gradients(a, part)",
-        "mark_gradient = mark_gradient(a, whole, 0)",
         "leave_gradients1 = leave_gradients(a, none)",
+        "mark_gradient = mark_gradient(a, whole, 0)",
         "output(a, mark_gradient, a)",
     ]
 
@@ -215,7 +215,30 @@ def test_what_compiled_autograd_traced_stands_for_the_marks_and_is_never_left() 
     (found,) = find_reducible(graph)
     assert found.marks == {0: reduces[0]}
     assert written(graph) == [
-        "reduce_gradient = reduce_gradient(a, whole, 0)",
-        "reduce_gradient1 = reduce_gradient(a, part, 1)",
-        "output(reduce_gradient, reduce_gradient1)",
+        "reduce_gradient = reduce_gradient(a, part, 1)",
+        "reduce_gradient1 = reduce_gradient(a, whole, 0)",
+        "output(reduce_gradient1, reduce_gradient)",
+    ]
+
+
+def test_marks_and_what_reads_them_go_behind_all_gradients() -> None:
+    owner = HandOwner("A", bucket(slot(0, 2), slot(1, 2)))
+    draft = Draft()
+    a = draft.given("a", 2)
+    first = draft.mark(owner, 0, draft.call(aten.sin.default, a))
+    doubled = draft.call(aten.mul.Tensor, first, 2)
+    made = draft.call(aten.cos.default, a)
+    summed = draft.call(aten.add.Tensor, doubled, made)
+    graph = draft.give(summed, draft.mark(owner, 1, draft.call(aten.exp.default, made)))
+    assert len(find_reducible(graph)) == 1
+    graph.lint()
+    assert written(graph) == [
+        "sin = sin(a)",
+        "cos = cos(a)",
+        "exp = exp(cos)",
+        "mark_gradient = mark_gradient(sin, A, 0)",
+        "mul = mul(mark_gradient, 2)",
+        "add = add(mul, cos)",
+        "mark_gradient1 = mark_gradient(exp, A, 1)",
+        "output(add, mark_gradient1)",
     ]

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from tests.compile_bodies.hand_graphs import Draft, HandOwner, bucket, run, slot, written
+from tests.compile_bodies.hand_graphs import Draft, HandOwner, assert_same, bucket, run, slot, written
 from weft.compiler import PASSES, run_passes, settings
 from weft.compiler.graphs import calls
-from weft.compiler.ops import MARK, REDUCE
 
 aten = torch.ops.aten
 Make = Callable[..., fx.Node]
-every_form = pytest.mark.parametrize("form", ["buffers", "concat", "coalesced"])
 
 
-@pytest.fixture(autouse=True)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form that a test is about, where it is about one."""
-    callspec: Any = getattr(request.node, "callspec", None)
-    monkeypatch.setattr(settings, "form", callspec.params.get("form") if callspec else None)
+@pytest.fixture(params=["buffers", "concat", "coalesced"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(settings, "form", request.param)
+    return request.param
 
 
 def two_layers(*, is_traced: bool = False) -> tuple[HandOwner, fx.Graph]:
@@ -96,11 +92,9 @@ COALESCED = [
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize(
-    ("form", "lines"), [("buffers", IN_BUFFERS), ("concat", CONCAT), ("coalesced", COALESCED)]
-)
-def test_two_layers(form: str, lines: list[str], is_traced: bool) -> None:
+def test_two_layers(form: str, is_traced: bool) -> None:
     """Launches are up where their gradients are, and all waits are behind the last of them."""
+    lines = {"buffers": IN_BUFFERS, "concat": CONCAT, "coalesced": COALESCED}[form]
     owner, graph = two_layers(is_traced=is_traced)
     given = torch.randn(2, 3), torch.randn(2)
     before = run(graph, *given)
@@ -117,11 +111,6 @@ def test_two_layers(form: str, lines: list[str], is_traced: bool) -> None:
     else:
         assert owner.heard == ["begin [3, 2, 1, 0]", "end"]
         assert [marks.tolist() for marks in owner.ends] == [[1, 2, 3], [1, 2, 3]]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_one_bucket_by_concatenation_to_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +140,8 @@ def test_one_bucket_by_concatenation_to_the_last_line(monkeypatch: pytest.Monkey
     ]
 
 
-@every_form
-def test_buckets_are_launched_in_the_owners_order(form: str) -> None:
+@pytest.mark.usefixtures("form")
+def test_buckets_are_launched_in_the_owners_order() -> None:
     """Also where the graph completes the second bucket first: other ranks may have other graphs."""
     owner = HandOwner("A", bucket(slot(0, 2), slot(2, 2)), bucket(slot(1, 6)))
     draft = Draft()
@@ -172,71 +161,8 @@ def _numel(launch: fx.Node) -> int:
     return sum(one.numel() for one in value) if isinstance(value, list) else value.numel()
 
 
-@every_form
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_two_owners_in_one_graph(form: str, is_traced: bool) -> None:
-    one, two = HandOwner("one", bucket(slot(0, 2), slot(1, 2))), HandOwner("two", bucket(slot(0, 2)))
-    draft = Draft()
-    mark: Make = draft.reduce if is_traced else draft.mark
-    x = draft.given("x", 2)
-    graph = draft.give(
-        mark(one, 1, draft.call(aten.sin.default, x)),
-        mark(two, 0, draft.call(aten.cos.default, x)),
-        mark(one, 0, draft.call(aten.exp.default, x)),
-    )
-    given = torch.randn(2)
-    before = run(graph, given)
-    one.heard.clear()
-    two.heard.clear()
-    work = run_passes(graph)
-    assert [found.owner for found in work.found] == [one.number, two.number]
-    assert work.num_buckets == 2
-    assert_same(run(graph, given), before)
-    if form == "buffers":
-        assert (one.heard, two.heard) == (["send 0 of [1, 0]", "receive"], ["send 0 of [0]", "receive"])
-    else:
-        assert (one.heard, two.heard) == (["begin [1, 0]", "end"], ["begin [0]", "end"])
-
-
-@every_form
-def test_a_gradient_of_an_owner_inside_another(form: str) -> None:
-    """What one has reduced is the other's gradient."""
-    inner, outer = HandOwner("inner", bucket(slot(0, 2))), HandOwner("outer", bucket(slot(0, 2)))
-    draft = Draft()
-    graph = draft.give(draft.mark(outer, 0, draft.mark(inner, 0, draft.given("x", 2))))
-    given = torch.randn(2)
-    run_passes(graph)
-    assert_same(run(graph, given), [given])
-    assert len(inner.heard) == len(outer.heard) == 2
-
-
-@every_form
-def test_one_owner_is_left_and_another_reduced(form: str) -> None:
-    whole, part = HandOwner("whole", bucket(slot(0, 2))), HandOwner("part", bucket(slot(0, 2), slot(1, 2)))
-    draft = Draft()
-    x = draft.given("x", 2)
-    graph = draft.give(draft.mark(whole, 0, x), draft.mark(part, 1, x))
-    work = run_passes(graph)
-    given = torch.randn(2)
-    assert_same(run(graph, given), [given, given])
-    assert part.heard == ["leave"]
-    assert len(whole.heard) == 2
-    assert work.num_buckets == 1
-    assert not calls(graph, MARK)
-
-
-def test_a_part_that_compiled_autograd_traced_reduces_one_by_one() -> None:
-    part = HandOwner("part", bucket(slot(0, 2), slot(1, 2)))
-    draft = Draft()
-    graph = draft.give(draft.reduce(part, 1, draft.given("x", 2)))
-    assert run_passes(graph).found == []
-    assert len(calls(graph, REDUCE)) == 1
-    run(graph, torch.randn(2))
-    assert part.heard == ["reduce 1"]
-
-
-@pytest.mark.parametrize("form", ["concat", "coalesced"])
-def test_a_hook_of_the_users_is_the_owners_to_call(form: str) -> None:
+@pytest.mark.usefixtures("form")
+def test_a_hook_of_the_users_is_the_owners_to_call() -> None:
     owner = HandOwner("A", bucket(slot(0, 2)), is_plain=False, has_marks=False)
     draft = Draft()
     graph = draft.give(draft.mark(owner, 0, draft.given("x", 2)))
@@ -245,7 +171,6 @@ def test_a_hook_of_the_users_is_the_owners_to_call(form: str) -> None:
     assert owner.heard == ["send 0 of [0]", "receive"]
 
 
-@every_form
 def test_a_narrow_wire_rounds_once(form: str) -> None:
     """In buffers the owner's hook narrows, here not at all."""
     owner = HandOwner("A", bucket(slot(0, 64)), dtype=torch.float16, has_marks=False)
@@ -258,9 +183,9 @@ def test_a_narrow_wire_rounds_once(form: str) -> None:
     assert torch.equal(got, given if form == "buffers" else given.half().float())
 
 
-@every_form
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("num_buckets", [1, 2])
-def test_a_gradient_that_is_used_in_the_middle(form: str, num_buckets: int) -> None:
+def test_a_gradient_that_is_used_in_the_middle(num_buckets: int) -> None:
     """A traced hook of the user's reads the mean before the other gradients are there."""
     places = slot(0, 2), slot(1, 2)
     owner = HandOwner("A", *([bucket(*places)] if num_buckets == 1 else map(bucket, places)))
@@ -275,8 +200,8 @@ def test_a_gradient_that_is_used_in_the_middle(form: str, num_buckets: int) -> N
     assert_same(run(graph, given), before)
 
 
-@every_form
-def test_a_copy_of_a_mean_goes(form: str) -> None:
+@pytest.mark.usefixtures("form")
+def test_a_copy_of_a_mean_goes() -> None:
     owner = HandOwner("A", bucket(slot(0, 2), slot(1, 2)))
     draft = Draft()
     x = draft.given("x", 2)

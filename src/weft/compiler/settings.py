@@ -28,7 +28,8 @@ class Settings:
         if self.form not in (None, *FORMS):
             raise ConfigError(f"weft.compiler: form is one of {FORMS} or None, got {self.form!r}.")
         cap = self.bucket_cap_mb
-        if cap is not None and (isinstance(cap, bool) or not cap >= 0):
+        is_number = isinstance(cap, int | float) and not isinstance(cap, bool)  # type: ignore[reportUnnecessaryIsInstance]
+        if cap is not None and not (is_number and cap >= 0):
             raise ConfigError(f"weft.compiler: bucket_cap_mb must be a number of megabytes, it is {cap!r}.")
 
 

@@ -39,6 +39,7 @@ from weft.data_parallel.module_parts import ModuleParts
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.step import Expectation
+from weft.data_parallel.user_hooks import defer_hooks
 from weft.errors import DesyncError, InternalError
 
 # Hooks that a graph can do by ops of its own: in which dtype they send.
@@ -102,6 +103,8 @@ class GraphSide:
         self._is_seen = True
         self.refresh()
         self._reducer.listener.listen_in_graphs(_make_arrival(self._reducer.expected))
+        for param in self.params:  # a compiled backward may tell of itself when it is too late for that
+            defer_hooks(param, weakref.ref(self._reducer))
 
     def refresh(self) -> None:
         """Say again how gradients travel: with which hook, over which group, in which buckets."""
@@ -219,7 +222,7 @@ class GraphSide:
     def reduce_one(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
         """The mean of one gradient, by the module's hook if it has one."""
         reducer = self._reducer
-        reducer.expected.is_open = reducer.expected.has_unsynced = reducer.expected.has_left = False
+        reducer.expected.has_unsynced = reducer.expected.has_left = False
         self._check_same(index)
         if reducer.hook is None:
             return comm.all_reduce(

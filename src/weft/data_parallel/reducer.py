@@ -42,6 +42,7 @@ from weft.data_parallel.refusals import (
 from weft.data_parallel.step import Expectation, Step, one_at_a_time
 from weft.data_parallel.times import StepTimes
 from weft.data_parallel.user_hooks import (
+    defer_all,
     defer_hooks,
     hooks_of,
     is_heard_elsewhere,
@@ -180,8 +181,8 @@ class Reducer:
         settle(self._placed, self.listener.arrived)  # before this backward was known to reduce
         step.held = self.buckets.find_held(self._params, is_filled=not self.plans.keeps_buffers)
         if sum(map(len, self._hook_dicts)) > len(self.members):  # there are hooks beside ours
-            myself = weakref.ref(self)
-            step.deferred = {index for index, param in enumerate(self._params) if defer_hooks(param, myself)}
+            arriving = self.listener.arrived[-1:] if not step.roots else ()
+            step.deferred = defer_all(self._params, weakref.ref(self), arriving)
         if self.looks_for_unused and not self.is_static and current_backward() is not None:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 self._skip_unused(step)

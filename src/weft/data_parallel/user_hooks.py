@@ -9,13 +9,14 @@ They keep their places in the parameter's own dictionary, so that they can be re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from weft.autograd import called_by_autograd, current_backward
 from weft.data_parallel.arrivals import arrivals_of
+from weft.errors import StateError
 
 ParamHook = Callable[[torch.Tensor], Any]
 
@@ -51,6 +52,29 @@ def defer_hooks(param: torch.Tensor, reducer: weakref.ref[Any]) -> bool:
         else:
             hooks[key] = DeferredHook(hooks[key], reducer)
     return bool(users)
+
+
+def defer_all(
+    params: Sequence[torch.Tensor], reducer: weakref.ref[Any], arriving: Sequence[torch.Tensor]
+) -> set[int]:
+    """Make the user's hooks of all parameters wait; those that have any. `arriving` are being told of now."""
+    _check_deferrable(arriving)
+    return {index for index, param in enumerate(params) if defer_hooks(param, reducer)}
+
+
+def _check_deferrable(arriving: Sequence[torch.Tensor]) -> None:
+    """Raise for a user's hook that can't wait any more: autograd is about to call it for this parameter.
+
+    That is so in a compiled backward that nothing has announced.
+    """
+    for param in arriving:
+        for hook in hooks_of(param).values():
+            if arrivals_of(hook) is None and not isinstance(hook, DeferredHook):
+                raise StateError(
+                    f"a post-accumulate-grad hook ({getattr(hook, '__qualname__', hook)}) was registered "
+                    "after its module was compiled, and would see this rank's own gradient. Register it "
+                    "before the module's first compiled forward."
+                )
 
 
 def reducers_of(param: torch.Tensor) -> list[Any]:

@@ -18,13 +18,13 @@ the same.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from weft.compiler.graphs import WAIT, add_call, c10d, last_of, places, value_of
+from weft.compiler.graphs import WAIT, add_call, c10d, places, value_of
 from weft.compiler.ops import BEGIN, END, RECEIVE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.compiler.schedule import Bucket, Slot, Wire, encode_schedule
@@ -45,33 +45,27 @@ def bucket_by_coalescing(graph: fx.Graph, found: Reducible) -> int:
 
 def bucket_in_buffers(graph: fx.Graph, found: Reducible) -> int:
     """Let the owner reduce each bucket in its own memory, by its hook if it has one; how many there are."""
-    place = places(graph)
-    gradients = {index: node.args[0] for index, node in found.marks.items()}
-    order = sorted(gradients, key=lambda index: place[gradients[index]])  # type: ignore[index]
-    schedule = encode_schedule(found.buckets, order)
-    flats: list[fx.Node] = []
-    for number, bucket in enumerate(found.buckets):
-        inside = [gradients[slot.index] for slot in bucket.slots]
-        after = flats[-1] if flats else None  # so that no compiler changes the order
-        with graph.inserting_before(_output(graph)):
-            flats.append(add_call(graph, SEND, inside, after, found.owner, number, schedule))
-    with graph.inserting_before(_output(graph)):
-        add_call(graph, RECEIVE, flats, found.owner)
-        for bucket, flat in zip(found.buckets, flats, strict=True):
-            for slot, piece in _take_apart(graph, bucket, flat):
-                found.marks[slot.index].replace_all_uses_with(piece)
-    for node in found.marks.values():
-        graph.erase_node(node)
+    schedule = encode_schedule(found.buckets, _order(graph, found))
+    with graph.inserting_before(_first_mark(graph, found)):
+        for number, bucket in enumerate(found.buckets):
+            inside = [found.marks[slot.index].args[0] for slot in bucket.slots]
+            after = found.launches[-1] if found.launches else None  # so that no compiler changes the order
+            sent = add_call(graph, SEND, inside, after, found.owner, number, schedule)
+            found.launches.append(sent)
+        add_call(graph, RECEIVE, list(found.launches), found.owner)
+        for bucket, flat in zip(found.buckets, found.launches, strict=True):
+            _replace(found, dict(_take_apart(graph, bucket, flat)))
+    _erase_marks(graph, found)
     return len(found.buckets)
 
 
-Form = Callable[[fx.Graph, "_Job"], tuple[dict[int, fx.Node], fx.Node]]
+Form = Callable[[fx.Graph, "_Job"], tuple[fx.Node, dict[int, fx.Node], fx.Node]]
 
 
 class _Job:
     """One bucket of one graph."""
 
-    def __init__(self, bucket: Bucket, wire: Wire, gradients: dict[int, fx.Node], tail: fx.Node | None):
+    def __init__(self, bucket: Bucket, wire: Wire, gradients: dict[int, Any], tail: fx.Node | None):
         self.bucket = bucket
         self.wire = wire
         self.gradients = gradients
@@ -79,48 +73,50 @@ class _Job:
 
 
 def _bucket(graph: fx.Graph, found: Reducible, form: Form) -> int:
-    place = places(graph)
-    order = sorted(found.marks, key=lambda index: place[found.marks[index].args[0]])  # type: ignore[index]
-    tails = _begin(graph, found, order)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        schedule = encode_schedule(found.buckets, _order(graph, found))
+        tails = add_call(graph, BEGIN, found.owner, schedule)
     reduced_marks: list[fx.Node] = []
-    for number, bucket in enumerate(found.buckets):
-        marks = {slot.index: found.marks[slot.index] for slot in bucket.slots}
-        gradients = {index: node.args[0] for index, node in marks.items()}
-        tail = _at(graph, tails, number) if found.wire.has_marks else None
-        with graph.inserting_after(last_of(marks.values(), place)):
-            anchor = graph.call_function(operator.pos, (0,))  # where the bucket goes: nodes line up before it
-        with graph.inserting_before(anchor):
-            results, marks_after = form(graph, _Job(bucket, found.wire, gradients, tail))  # type: ignore[arg-type]
-        graph.erase_node(anchor)
-        reduced_marks.append(marks_after)
-        for index, node in marks.items():
-            node.replace_all_uses_with(results[index])
-    for node in found.marks.values():
-        graph.erase_node(node)
-    with graph.inserting_before(_output(graph)):
+    with graph.inserting_before(_first_mark(graph, found)):
+        for number, bucket in enumerate(found.buckets):
+            gradients = {slot.index: found.marks[slot.index].args[0] for slot in bucket.slots}
+            tail = add_call(graph, operator.getitem, tails, number) if found.wire.has_marks else None
+            launched, results, marks = form(graph, _Job(bucket, found.wire, gradients, tail))
+            found.launches.append(launched)
+            reduced_marks.append(marks)
+            _replace(found, results)
         add_call(graph, END, reduced_marks, found.owner)
+    _erase_marks(graph, found)
     return len(found.buckets)
 
 
-def _begin(graph: fx.Graph, found: Reducible, order: Sequence[int]) -> fx.Node:
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        return add_call(graph, BEGIN, found.owner, encode_schedule(found.buckets, order))
+def _order(graph: fx.Graph, found: Reducible) -> list[int]:
+    """The parameters, as their gradients come."""
+    place = places(graph)
+    made: dict[int, Any] = {index: mark.args[0] for index, mark in found.marks.items()}
+    return sorted(made, key=lambda index: place[made[index]])
 
 
-def _at(graph: fx.Graph, items: fx.Node, number: int) -> fx.Node:
-    with graph.inserting_after(items):
-        return add_call(graph, operator.getitem, items, number)
+def _first_mark(graph: fx.Graph, found: Reducible) -> fx.Node:
+    """Where buckets go: all gradients are made before it, and all that reads them comes after."""
+    return min(found.marks.values(), key=places(graph).__getitem__)
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+def _replace(found: Reducible, results: dict[int, fx.Node]) -> None:
+    for index, node in results.items():
+        found.marks[index].replace_all_uses_with(node)
+
+
+def _erase_marks(graph: fx.Graph, found: Reducible) -> None:
+    for node in found.marks.values():
+        graph.erase_node(node)
 
 
 # One flat tensor
 
 
-def _reduce_flat(graph: fx.Graph, job: _Job) -> tuple[dict[int, fx.Node], fx.Node]:
+def _reduce_flat(graph: fx.Graph, job: _Job) -> tuple[fx.Node, dict[int, fx.Node], fx.Node]:
     bucket, wire = job.bucket, job.wire
     pieces = [_narrow(graph, _flatten(graph, job.gradients[slot.index], slot), wire) for slot in bucket.slots]
     flat = add_call(graph, aten.cat.default, [*pieces, *([job.tail] if job.tail is not None else [])])
@@ -128,14 +124,14 @@ def _reduce_flat(graph: fx.Graph, job: _Job) -> tuple[dict[int, fx.Node], fx.Nod
     waited = add_call(graph, WAIT, launched)
     marks = add_call(graph, aten.slice.Tensor, waited, 0, *_tail_range(bucket, wire))
     wide = waited if wire.dtype is None else add_call(graph, CONVERT, waited, bucket.dtype)
-    return {slot.index: piece for slot, piece in _take_apart(graph, bucket, wide)}, marks
+    return launched, dict(_take_apart(graph, bucket, wide)), marks
 
 
-def _take_apart(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> Iterator[tuple[Slot, fx.Node]]:
-    """The gradients of a bucket, as views of it."""
+def _take_apart(graph: fx.Graph, bucket: Bucket, flat: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The gradients of a bucket by parameter, as views of it."""
     start = 0
     for slot in bucket.slots:
-        yield slot, _unflatten(graph, flat, slot, start)
+        yield slot.index, _unflatten(graph, flat, slot, start)
         start += slot.numel
 
 
@@ -175,7 +171,7 @@ def _narrow(graph: fx.Graph, gradient: fx.Node, wire: Wire) -> fx.Node:
 # A list
 
 
-def _reduce_list(graph: fx.Graph, job: _Job) -> tuple[dict[int, fx.Node], fx.Node]:
+def _reduce_list(graph: fx.Graph, job: _Job) -> tuple[fx.Node, dict[int, fx.Node], fx.Node]:
     bucket, wire = job.bucket, job.wire
     pieces = [_narrow(graph, job.gradients[slot.index], wire) for slot in bucket.slots]
     given = [*pieces, *([job.tail] if job.tail is not None else [])]
@@ -187,4 +183,4 @@ def _reduce_list(graph: fx.Graph, job: _Job) -> tuple[dict[int, fx.Node], fx.Nod
     for slot, node in zip(bucket.slots, waited, strict=False):
         narrow = value_of(node).dtype != bucket.dtype
         results[slot.index] = add_call(graph, CONVERT, node, bucket.dtype) if narrow else node
-    return results, waited[-1]
+    return launched, results, waited[-1]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from weft.compiler.ops import END, RECEIVE
 from weft.compiler.passes.wait_late import UNPACKING
 
 aten: Any = torch.ops.aten
@@ -21,37 +22,78 @@ aten: Any = torch.ops.aten
 
 def drop_copies(graph: fx.Graph, launches: list[fx.Node]) -> int:
     """Take copies of these launches' results out; how many there were."""
-    fresh: set[fx.Node] = set()
-    pending = [user for launch in launches for user in launch.users]
     num_dropped = 0
-    while pending:
-        node = pending.pop()
-        if node in fresh:
-            continue
-        if node.target in UNPACKING:
-            fresh.add(node)
-            pending += node.users
-        elif node.target is aten.clone.default and not _is_needed(node):
-            users = list(node.users)
-            source = node.args[0]
-            node.replace_all_uses_with(source)  # type: ignore[arg-type]
-            graph.erase_node(node)
+    for launch in launches:
+        while (copy := _find_needless(launch)) is not None:
+            copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
+            graph.erase_node(copy)
             num_dropped += 1
-            pending += users
     return num_dropped
 
 
-def _is_needed(node: fx.Node) -> bool:
-    """Whether the copy lies otherwise than what it is of, or somebody writes to it, or takes both."""
-    source: Any = node.args[0]
-    if node.meta["val"].stride() != source.meta["val"].stride():
-        return True
-    if any(_is_written(node, user) for user in (*node.users, *source.users)):
-        return True
-    outputs = [user for user in node.users if user.op == "output"]
-    return bool(outputs) and any(user.op == "output" for user in source.users)
+def _find_needless(launch: fx.Node) -> fx.Node | None:
+    """A copy of what the launch brought that can go."""
+    family = _views_of(launch)
+    if any(_is_written(user) for node in family for user in node.users):
+        return None
+    for node in launch.graph.nodes:
+        if node.target is aten.clone.default and node.args[0] in family:
+            source: Any = node.args[0]
+            if not _is_needed(node, source, family):
+                return node
+    return None
 
 
-def _is_written(node: fx.Node, user: fx.Node) -> bool:
+def _views_of(launch: fx.Node) -> set[fx.Node]:
+    """What lies in the memory that a launch brought."""
+    found: set[fx.Node] = set()
+    pending = list(launch.users)
+    while pending:
+        node = pending.pop()
+        if node not in found and node.target in UNPACKING:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _is_needed(copy: fx.Node, source: fx.Node, family: set[fx.Node]) -> bool:
+    """Whether the copy lies otherwise than what it is of, or is written to, or both are handed out."""
+    if copy.meta["val"].stride() != source.meta["val"].stride():
+        return True
+    mine = {copy, *_below(copy)}
+    if any(_is_written(user) for node in mine for user in node.users):
+        return True
+    if not any(user.op == "output" for node in mine for user in node.users):
+        return False
+    alike = {source, *(node for node in _below(source) if node in family), *_above(source, family)}
+    others = {user for node in alike for user in node.users if user is not copy}
+    return any(user.op == "output" for user in others)
+
+
+def _below(node: fx.Node) -> set[fx.Node]:
+    """Views of a node."""
+    found: set[fx.Node] = set()
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user.target in UNPACKING and user not in found:
+            found.add(user)
+            pending += user.users
+    return found
+
+
+def _above(node: fx.Node, family: set[fx.Node]) -> set[fx.Node]:
+    """What a node is a view of."""
+    found: set[fx.Node] = set()
+    pending = [below for below in node.all_input_nodes if below in family]
+    while pending:
+        current = pending.pop()
+        found.add(current)
+        pending += [below for below in current.all_input_nodes if below in family]
+    return found
+
+
+def _is_written(user: fx.Node) -> bool:
+    """Whether this call may write to what it gets. Waiting counts as reading."""
     schema = getattr(user.target, "_schema", None)
-    return schema is not None and schema.is_mutable and user.target not in UNPACKING
+    return schema is not None and schema.is_mutable and user.target not in (*UNPACKING, END, RECEIVE)

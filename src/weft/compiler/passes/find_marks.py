@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from weft.compiler.graphs import add_call, calls
+from weft.compiler.graphs import add_call, calls, places
 from weft.compiler.ops import LEAVE, MARK, REDUCE, owner_of
 from weft.compiler.schedule import Bucket, Wire
 
@@ -25,7 +25,7 @@ class Reducible:
     wire: Wire
     buckets: list[Bucket]
     marks: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])  # by parameter
-    is_announced: bool = True  # the owner is told by ops in the graph
+    launches: list[fx.Node] = field(default_factory=list[fx.Node])  # one a bucket, once they are made
 
 
 def find_reducible(graph: fx.Graph) -> list[Reducible]:
@@ -41,13 +41,29 @@ def find_reducible(graph: fx.Graph) -> list[Reducible]:
     for (owner, wire), nodes in found.items():
         marks = {int(node.args[2]): node for node in nodes}  # type: ignore[arg-type]
         buckets = list(owner_of(owner).buckets())
-        if is_whole(buckets, marks, len(nodes)):
+        if is_whole(buckets, marks, len(nodes)) and _sink(graph, nodes):
             kept.append(Reducible(owner, Wire.decode(wire), buckets, marks))
         elif not reduces:
-            with graph.inserting_after(nodes[0]):
-                add_call(graph, LEAVE, nodes[0].args[0], owner)
-            _drop(graph, nodes)
+            _leave(graph, owner, nodes)
+    for reducible in [one for one in kept if not _is_behind(graph, one)]:  # moved by another owner's marks
+        kept.remove(reducible)
+        if not reduces:
+            _leave(graph, reducible.owner, list(reducible.marks.values()))
     return kept
+
+
+def _is_behind(graph: fx.Graph, found: Reducible) -> bool:
+    """Whether all marks stand behind all gradients."""
+    place = places(graph)
+    first = min(place[mark] for mark in found.marks.values())
+    return all(place[mark.args[0]] < first for mark in found.marks.values())  # type: ignore[index]
+
+
+def _leave(graph: fx.Graph, owner: int, marks: list[fx.Node]) -> None:
+    """Let the owner reduce these gradients when autograd hands them over."""
+    with graph.inserting_after(marks[0]):
+        add_call(graph, LEAVE, marks[0].args[0], owner)
+    _drop(graph, marks)
 
 
 def is_whole(buckets: list[Bucket], marks: dict[int, fx.Node], num_marks: int) -> bool:
@@ -61,6 +77,20 @@ def is_whole(buckets: list[Bucket], marks: dict[int, fx.Node], num_marks: int) -
             return False
         if tuple(value.shape) != slot.shape or value.device != bucket.device:
             return False
+    return True
+
+
+def _sink(graph: fx.Graph, marks: list[fx.Node]) -> bool:
+    """Move marks, and all that reads marked gradients, behind all gradients; False if one needs another."""
+    behind = set(marks)
+    for node in graph.nodes:  # in order, so that users of users are found
+        if node.op != "output" and any(below in behind for below in node.all_input_nodes):
+            behind.add(node)
+    if any(mark.args[0] in behind for mark in marks):
+        return False
+    output = next(iter(reversed(graph.nodes)))
+    for node in [node for node in graph.nodes if node in behind]:
+        output.prepend(node)
     return True
 
 

@@ -15,9 +15,11 @@ from weft.errors import InternalError
 
 def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
     """Raise if the graph doesn't do what was to be done."""
-    graph.lint()
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise InternalError(f"a pass has broken a graph: {error}") from error
     _check_marks(graph, found)
-    _check_order(graph)
     for launch in (node for node in graph.nodes if node.target in LAUNCHES):
         if launch.target is SEND:
             _check_received(launch)
@@ -41,22 +43,33 @@ def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
     sent = [node.args[3] for node in calls(graph, SEND) if node.args[2] == found.owner]
     received = [node for node in calls(graph, RECEIVE) if node.args[1] == found.owner]
     is_in_graph = (len(begun), len(ended), len(sent), len(received)) == (1, 1, 0, 0)
-    is_in_buffers = (len(begun), len(ended), len(received)) == (0, 0, 1) and sent == list(
-        range(len(found.buckets))
-    )
-    if not (is_in_graph or is_in_buffers):
+    is_in_buffers = (len(begun), len(ended), len(received)) == (0, 0, 1)
+    in_order = [node for node in graph.nodes if node in found.launches]
+    is_whole = len(found.launches) == len(found.buckets) and in_order == found.launches
+    if is_in_buffers:
+        is_whole = is_whole and sent == list(range(len(found.buckets)))
+    if is_in_graph:
+        is_whole = is_whole and all(_needs(ended[0], launch) for launch in found.launches)
+    if not is_whole or not (is_in_graph or is_in_buffers):
         raise InternalError(
-            f"a graph begins {len(begun)} and ends {len(ended)} reductions, sends buckets {sent} and "
-            f"receives {len(received)} times: {len(found.buckets)} buckets are to be reduced, once each."
+            f"{len(found.buckets)} buckets are to be reduced, once each and in order; a graph has "
+            f"{len(in_order)} of their {len(found.launches)} reductions, begins {len(begun)} and ends "
+            f"{len(ended)}, sends {sent} and receives {len(received)} times."
         )
 
 
-def _check_order(graph: fx.Graph) -> None:
-    place = places(graph)
-    for node in graph.nodes:
-        late = [below for below in node.all_input_nodes if place[below] >= place[node]]
-        if late:
-            raise InternalError(f"a pass put {node} before {late[0]}, which it needs")
+def _needs(node: fx.Node, wanted: fx.Node) -> bool:
+    """Whether a node reads what another brings, directly or through others."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for below in pending.pop().all_input_nodes:
+            if below is wanted:
+                return True
+            if below not in seen:
+                seen.add(below)
+                pending.append(below)
+    return False
 
 
 def _check_received(sent: fx.Node) -> None:
@@ -72,7 +85,7 @@ def _check_waits(launch: fx.Node) -> None:
     """What a launch brings may only be waited for."""
     for user in launch.users:
         readers = list(user.users) if user.target is operator.getitem else [user]
-        if any(reader.target is not WAIT for reader in readers):
+        if not readers or any(reader.target is not WAIT for reader in readers):
             raise InternalError(f"{launch} is used before it was waited for")
     if not launch.users:
         raise InternalError(f"{launch} is never waited for")
