@@ -5,7 +5,18 @@ from weft.compiler.ops import GradientOwner, enlist
 from weft.compiler.pipeline import PASSES, Work, run_passes
 from weft.compiler.schedule import Bucket, Slot, Wire
 from weft.compiler.settings import Settings, settings
-from weft.compiler.tracing import at_trace, current_trace, is_backward_traced, is_tracing, note_owner
+from weft.compiler.tracing import (
+    allow_in_graph,
+    at_trace,
+    current_trace,
+    is_backward_traced,
+    is_tracing,
+    made_again_in_backward,
+    note_gathers,
+    note_owner,
+    run_at_trace,
+    traced_inside_only,
+)
 
 __all__ = [
     "PASSES",
@@ -15,13 +26,18 @@ __all__ = [
     "Slot",
     "Wire",
     "Work",
+    "allow_in_graph",
     "at_trace",
     "current_trace",
     "enlist",
     "install",
     "is_backward_traced",
     "is_tracing",
+    "made_again_in_backward",
+    "note_gathers",
     "note_owner",
+    "run_at_trace",
     "run_passes",
     "settings",
+    "traced_inside_only",
 ]

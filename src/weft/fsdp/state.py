@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from weft.autograd import current_backward
+from weft.compiler import is_tracing, traced_inside_only
 from weft.errors import StateError
+from weft.fsdp.graph_side import GraphSide
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.state_dict import make_copyable
@@ -48,6 +50,7 @@ class ModuleState:
         self._running: list[BaseException | None] = []
         self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
         self._handles: list[Any] = []
+        self.graph = GraphSide(self)
 
     def install(self) -> None:
         """Hang the hooks on the modules."""
@@ -90,17 +93,33 @@ class ModuleState:
 
     # Forward
 
+    @traced_inside_only
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The modules' forward pre-hook."""
-        if torch.compiler.is_compiling():  # its work is not for a graph, which ends before it
-            eager: Any = torch.compiler.disable(self._before_forward)
-            return eager(module, args, kwargs)
+        if is_tracing():
+            return self._before_traced_forward(module, args, kwargs)
+        if self.graph.hidden:
+            self.graph.close()  # a forward before this one was given up
         if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
             self._running.append(sys.exception())  # another one of several, in a forward that has begun
             return args, kwargs
         return self._before_forward(module, args, kwargs)
+
+    def _before_traced_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.graph.see_trace()
+        obstacle = self.graph.find_obstacle()
+        if obstacle:  # its work is not for a graph, which ends before it
+            eager: Any = torch.compiler.disable(self._before_forward, reason=f"fully_shard: {obstacle}")
+            return eager(module, args, kwargs)
+        if self.is_root and self.device.type != "cpu":
+            args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self.graph.enter()
+        return args, kwargs
 
     def _has_nothing_to_do(self) -> bool:
         """Whether parameters are whole already and inputs go in as they are."""
@@ -141,9 +160,13 @@ class ModuleState:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    @traced_inside_only
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The modules' forward hook."""
-        if torch.compiler.is_compiling():
+        if self.graph.depth:
+            self.graph.leave(module)
+            return self._cast_output(output)
+        if is_tracing():
             eager: Any = torch.compiler.disable(self._after_forward)
             return eager(module, output)
         return self._after_forward(module, output)
@@ -197,6 +220,7 @@ class ModuleState:
 
     def end_forward(self) -> None:
         """The root's forward has ended: what was left open, or gathered for others, is closed."""
+        self.graph.close()
         is_partial = bool(self._still_to_run)
         self._still_to_run.clear()
         self._running.clear()
