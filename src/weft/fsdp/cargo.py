@@ -59,7 +59,7 @@ class Cargo:
             _padded(piece.to(self.compute_dtype).reshape(-1), split.piece_numel)
             for piece, split in zip(pieces, self.splits, strict=True)
         ]
-        return flat[0].clone() if len(flat) == 1 else torch.cat(flat)
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def unpack_table(self, table: Tensor) -> list[Tensor]:
         """The whole parameters, of the shards of all ranks."""

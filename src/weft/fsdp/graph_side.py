@@ -33,13 +33,53 @@ Slot = tuple[Any, str]  # a module's dictionary of parameters, and a name in it
 class Load:
     """What one gathering brings, and where it goes."""
 
-    def __init__(self, cargo: str, params: Sequence[ShardedParam], group: ParamGroup) -> None:
+    def __init__(self, cargo: str, places: Sequence[Sequence[Slot]], group: ParamGroup) -> None:
         self.cargo = cargo
-        self.homes: list[Slot] = [param.slots[0] for param in params]
-        self.places: list[tuple[int, Any, str]] = [
-            (at, slot, name) for at, param in enumerate(params) for slot, name in param.slots
-        ]
+        self.homes = [slots[0] for slots in places]  # of each parameter
+        self.places = [(at, slot, name) for at, slots in enumerate(places) for slot, name in slots]
         self.group = group
+
+
+class Stay:
+    """One module's whole parameters in a graph, for a forward of the module."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self.loads = loads
+        self.depth = 0  # forwards under way: a module may call itself
+        self.hidden: tuple[Any, ...] = ()  # sharded parameters, while whole ones are in their places
+
+    def begin(self) -> None:
+        """Gather, and let the module have the whole parameters."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        hidden: list[Any] = []
+        for load in self.loads:
+            sharded = [slot[name] for slot, name in load.homes]
+            frees = load.group.settings.after_forward is not None
+            wholes = gather_in_graph(load.cargo, frees, sharded)
+            for at, slot, name in load.places:
+                hidden.append(slot[name])
+                slot[name] = wholes[at]
+        self.hidden = tuple(hidden)
+
+    def end(self) -> None:
+        """Let it have the sharded ones again."""
+        self.depth -= 1
+        if self.depth:
+            return
+        hidden, self.hidden = self.hidden, ()
+        at = 0
+        for load in self.loads:
+            for _, slot, name in load.places:
+                slot[name] = hidden[at]
+                at += 1
+
+    def give_up(self) -> None:
+        """An exception has ended the forward where nobody could tell."""
+        if self.depth:
+            self.depth = 1
+            self.end()
 
 
 class GraphSide:
@@ -48,12 +88,8 @@ class GraphSide:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self.obstacle = ""  # why graphs can't gather these parameters, whatever the settings
-        self.loads: list[Load] = []
         self.owner: Any = None  # the root, whose Join there may be
-        self.together: list[GraphSide] = []  # of several modules each; the root closes them
-        self.still_to_run: tuple[int, ...] = ()  # of several modules
-        self.depth = 0  # forwards under way
-        self.hidden: tuple[Any, ...] = ()  # sharded parameters, while whole ones are in their places
+        self.stays: list[Stay] = []  # of each module, where there are several
 
     # While a forward is traced
 
@@ -67,12 +103,14 @@ class GraphSide:
         root = tree.root()
         assert root is not None
         self.owner = root.modules[0]
-        sides = [state.graph for state in tree.states]
-        self.together = [side for side in sides if len(side._state.modules) > 1] if self is root.graph else []
+        self.close()
         self.obstacle = next(filter(None, map(_find_obstacle, self._state.groups)), "")
-        for group in self._state.groups:
-            _give_own_storage(group.params)
-        self.loads = [] if self.obstacle else [load for group in self._state.groups for load in _loads(group)]
+        if not self.obstacle:
+            for group in self._state.groups:
+                _give_own_storage(group.params)
+            stays = [Stay(_plan_loads(module, self._state)) for module in self._state.modules]
+            if list(map(_cargos, stays)) != list(map(_cargos, self.stays)):  # what Dynamo has seen stays
+                self.stays = stays
         return True
 
     def find_obstacle(self) -> str:
@@ -87,43 +125,21 @@ class GraphSide:
                 return found
         return ""
 
-    def enter(self) -> None:
-        """Gather, and let modules have the whole parameters."""
-        self.depth += 1
-        if self.hidden:
-            return
-        if len(self._state.modules) > 1:
-            self.still_to_run = tuple(range(len(self._state.modules)))
-        hidden: list[Any] = []
-        for load in self.loads:
-            sharded = [slot[name] for slot, name in load.homes]
-            frees = load.group.settings.after_forward is not None
-            wholes = gather_in_graph(load.cargo, frees, sharded)
-            for at, slot, name in load.places:
-                hidden.append(slot[name])
-                slot[name] = wholes[at]
-        self.hidden = tuple(hidden)
-
-    def leave(self, module: nn.Module) -> None:
-        """Let modules have the sharded parameters again, when all that share them have run."""
-        self.depth -= 1
-        if self.still_to_run:
-            modules = self._state.modules
-            self.still_to_run = tuple(at for at in self.still_to_run if modules[at] is not module)
-        if self.depth == 0 and not self.still_to_run:
-            self.close()
-        for side in self.together:
-            side.close()
+    def stay_of(self, module: nn.Module) -> Stay | None:
+        """That of this module's forward, if it has been in a graph."""
+        for own, stay in zip(self._state.modules, self.stays, strict=False):
+            if own is module:
+                return stay
+        return None
 
     def close(self) -> None:
-        """The forward is over, or given up."""
-        hidden, self.hidden = self.hidden, ()
-        self.depth, self.still_to_run = 0, ()
-        at = 0
-        for load in self.loads if hidden else ():
-            for _, slot, name in load.places:
-                slot[name] = hidden[at]
-                at += 1
+        """No forward is under way."""
+        for stay in self.stays:
+            stay.give_up()
+
+
+def _cargos(stay: Stay) -> list[str]:
+    return [load.cargo for load in stay.loads]
 
 
 def _give_own_storage(params: Iterable[ShardedParam]) -> None:
@@ -164,29 +180,46 @@ def _find_wish(group: ParamGroup) -> str:
         return "gradients have a hook"
     if settings.custom_gather is not None or settings.custom_reduce is not None:
         return "it has collectives of the user's"
-    if settings.divide_factor is not None or settings.reduces_unused or settings.reduce_group is not None:
+    if settings.divide_factor is not None or settings.sums_only or settings.reduces_unused:
         return "gradients are reduced in a way of their own"
+    if settings.reduce_group is not None:
+        return "gradients have a group of their own"
     return ""
 
 
-def _loads(group: ParamGroup) -> Iterable[Load]:
-    by_dtype: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[ShardedParam]] = {}
-    for param in group.params:
-        dtypes = (param.dtype, param.compute_dtype(group.policy), param.reduce_dtype(group.policy))
-        by_dtype.setdefault(dtypes, []).append(param)
+def _plan_loads(module: nn.Module, state: ModuleState) -> list[Load]:
+    """What this module's forward needs: all, unless other modules have a part in it."""
+    inside = set(module.modules())
+    loads: list[Load] = []
+    for group in state.groups:
+        by_dtype: dict[tuple[torch.dtype, torch.dtype, torch.dtype], dict[ShardedParam, list[Slot]]] = {}
+        for param in group.params:
+            dtypes = (param.dtype, param.compute_dtype(group.policy), param.reduce_dtype(group.policy))
+            slots = [
+                slot for site, slot in zip(param.sites, param.slots, strict=True) if site.module in inside
+            ]
+            if slots:
+                by_dtype.setdefault(dtypes, {})[param] = slots
+        for dtypes, places in by_dtype.items():
+            cargo = _plan_cargo(list(places), group, dtypes)
+            loads.append(Load(cargo.encode(), list(places.values()), group))
+    return loads
+
+
+def _plan_cargo(
+    params: Sequence[ShardedParam], group: ParamGroup, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+) -> Cargo:
     data = group.data
     assert data.shard_group is not None
-    sums_only = group.settings.sums_only or data.device.type == "cpu"  # where backends know no mean
-    for dtypes, params in by_dtype.items():
-        division = plan_division(dtypes[2], data.shard_size, sums_only=sums_only)
-        cargo = Cargo(
-            tuple(param.split for param in params),
-            data.shard_rank,
-            data.shard_size,
-            data.shard_group.group_name,
-            *dtypes,
-            "avg" if division.averages else "sum",
-            division.before,
-            division.after,
-        )
-        yield Load(cargo.encode(), params, group)
+    # Not all backends of the CPU know a mean.
+    division = plan_division(dtypes[2], data.shard_size, sums_only=data.device.type == "cpu")
+    return Cargo(
+        tuple(param.split for param in params),
+        data.shard_rank,
+        data.shard_size,
+        data.shard_group.group_name,
+        *dtypes,
+        "avg" if division.averages else "sum",
+        division.before,
+        division.after,
+    )

@@ -100,8 +100,6 @@ class ModuleState:
         """The modules' forward pre-hook."""
         if is_tracing():
             return self._before_traced_forward(module, args, kwargs)
-        if self.graph.hidden:
-            self.graph.close()  # a forward before this one was given up
         if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
             self._running.append(sys.exception())  # another one of several, in a forward that has begun
             return args, kwargs
@@ -118,7 +116,9 @@ class ModuleState:
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        self.graph.enter()
+        stay = self.graph.stay_of(module)
+        assert stay is not None
+        stay.begin()
         return args, kwargs
 
     def _has_nothing_to_do(self) -> bool:
@@ -163,8 +163,9 @@ class ModuleState:
     @traced_inside_only
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The modules' forward hook."""
-        if self.graph.depth:
-            self.graph.leave(module)
+        stay = self.graph.stay_of(module)
+        if stay is not None and stay.depth:
+            stay.end()
             return self._cast_output(output)
         if is_tracing():
             eager: Any = torch.compiler.disable(self._after_forward)
