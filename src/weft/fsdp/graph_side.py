@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.compiler import allow_in_graph, install, note_gathers, run_at_trace
 from weft.fsdp.cargo import Cargo
@@ -90,6 +91,9 @@ class GraphSide:
         self.obstacle = ""  # why graphs can't gather these parameters, whatever the settings
         self.owner: Any = None  # the root, whose Join there may be
         self.stays: list[Stay] = []  # of each module, where there are several
+        self.before_outside: Any = None  # what the hooks do where it is not for a graph
+        self.after_outside: Any = None
+        self._outside: dict[str, tuple[Any, ...]] = {}  # by why
 
     # While a forward is traced
 
@@ -107,11 +111,22 @@ class GraphSide:
         self.obstacle = next(filter(None, map(_find_obstacle, self._state.groups)), "")
         if not self.obstacle:
             for group in self._state.groups:
+                group.is_in_graphs = True
+                group.drop_ahead()
                 _give_own_storage(group.params)
             stays = [Stay(_plan_loads(module, self._state)) for module in self._state.modules]
             if list(map(_cargos, stays)) != list(map(_cargos, self.stays)):  # what Dynamo has seen stays
                 self.stays = stays
+        self._break_at_hooks()
         return True
+
+    def _break_at_hooks(self) -> None:
+        """Let calls of what is not for a graph break it, and say why."""
+        reason = f"fully_shard: {self.find_obstacle()}"
+        if reason not in self._outside:
+            hooks = (self._state.before_eager_forward, self._state.after_eager_forward)
+            self._outside[reason] = tuple(torch.compiler.disable(hook, reason=reason) for hook in hooks)
+        self.before_outside, self.after_outside = self._outside[reason]
 
     def find_obstacle(self) -> str:
         """Why this forward's parameters can't be gathered in the graph; empty if they can."""
@@ -147,6 +162,9 @@ def _give_own_storage(params: Iterable[ShardedParam]) -> None:
     for param in params:
         if param.local.storage_offset() != param.sharded.storage_offset():
             param.local = torch.from_dlpack(param.local)
+        grad = param.sharded.grad
+        if isinstance(grad, DTensor) and grad._local_tensor.storage_offset() != grad.storage_offset():
+            param.sharded.grad = param.wrap_gradient(torch.from_dlpack(grad._local_tensor))
 
 
 def _find_obstacle(group: ParamGroup) -> str:

@@ -103,16 +103,14 @@ class ModuleState:
         if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
             self._running.append(sys.exception())  # another one of several, in a forward that has begun
             return args, kwargs
-        return self._before_forward(module, args, kwargs)
+        return self.before_eager_forward(module, args, kwargs)
 
     def _before_traced_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.graph.see_trace()
-        obstacle = self.graph.find_obstacle()
-        if obstacle:  # its work is not for a graph, which ends before it
-            eager: Any = torch.compiler.disable(self._before_forward, reason=f"fully_shard: {obstacle}")
-            return eager(module, args, kwargs)
+        if self.graph.find_obstacle():  # the graph ends before this
+            return self.graph.before_outside(module, args, kwargs)
         if self.is_root and self.device.type != "cpu":
             args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -129,9 +127,10 @@ class ModuleState:
     def _is_whole(self) -> bool:
         return all(group.shown is Shown.WHOLE for group in self.groups)
 
-    def _before_forward(
+    def before_eager_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same outside of graphs."""
         tree = self.ready()
         is_recomputed = current_backward() is not None
         if is_recomputed:
@@ -168,11 +167,12 @@ class ModuleState:
             stay.end()
             return self._cast_output(output)
         if is_tracing():
-            eager: Any = torch.compiler.disable(self._after_forward)
-            return eager(module, output)
-        return self._after_forward(module, output)
+            self.graph.see_trace()
+            return self.graph.after_outside(module, output)
+        return self.after_eager_forward(module, output)
 
-    def _after_forward(self, module: nn.Module, output: Any) -> Any:
+    def after_eager_forward(self, module: nn.Module, output: Any) -> Any:
+        """The same outside of graphs."""
         tree = self.tree
         is_recomputed = current_backward() is not None
         if tree is None or (not is_recomputed and self._has_failed(tree)):
