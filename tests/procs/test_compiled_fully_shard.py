@@ -18,8 +18,13 @@ def test_steps(backend: str, group: str) -> None:
     shared_pool(2).run(sharded.steps, args=(backend,), backend=group, timeout=150)
 
 
-def test_inductor() -> None:
-    shared_pool(2).run(sharded.with_inductor, backend="gloo", timeout=240)
+@pytest.mark.parametrize(("cap_mb", "group"), [(None, "gloo"), (0.0, "weft")])
+def test_inductor(cap_mb: float | None, group: str) -> None:
+    shared_pool(2).run(sharded.with_inductor, args=(cap_mb,), backend=group, timeout=240)
+
+
+def test_custom_root_with_inductor() -> None:
+    shared_pool(2).run(sharded.custom_with_inductor, backend="gloo", timeout=240)
 
 
 @pytest.mark.parametrize("body", [*sharded.BODIES, *sharded_edges.BODIES])
