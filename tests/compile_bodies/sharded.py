@@ -1,17 +1,22 @@
-"""Compiled models under fully_shard, each with an eager twin whose gradients and parameters they must have."""
+"""Compiled models under fully_shard, each with an eager twin whose gradients they must have."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import weft
 from tests.compile_bodies.pairs import WIDTH, filled, fresh, make_rows
+from weft.compiler.graphs import calls
+from weft.compiler.passes.find_shards import GATHER, SCATTER
 
 LEARNING_RATE = 0.05
 
@@ -109,7 +114,7 @@ class Twins:
                 self._compare(param.grad, right.grad, f"{what}, gradient")
 
     def _compare(self, found: Any, right: Any, what: str) -> None:
-        assert found.placements == right.placements and found.shape == right.shape, what
+        assert (found.placements, found.shape) == (right.placements, right.shape), what
         torch.testing.assert_close(
             found.to_local(), right.to_local(), **self.tolerance, msg=lambda text: f"{what}: {text}"
         )
@@ -164,7 +169,8 @@ def with_inductor(cap_mb: float | None) -> None:
 
 
 def custom_with_inductor() -> None:
-    shard = lambda module: per_block(module, mp_policy=weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32))  # noqa: E731
+    policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shard = functools.partial(per_block, mp_policy=policy)
     twins = Twins(custom, shard, backend="inductor", is_exact=False)
     twins.tolerance = {"rtol": 0.1, "atol": 0.02}  # bfloat16, which Inductor rounds less often
     twins.train()
@@ -191,6 +197,30 @@ def reshard_or_not() -> None:
         for make in (blocks, custom):
             Twins(make, lambda module: per_block(module, reshard_after_forward=reshards)).train()  # noqa: B023
             assert_in_graph()
+
+
+def what_is_kept() -> None:
+    """Backward gathers again what forward has freed, and what it has kept is not gathered again."""
+    for reshards in (True, False):
+        graphs: list[torch.fx.Graph] = []
+
+        def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(module.graph)  # noqa: B023
+            return make_boxed_func(module.forward)
+
+        backend = aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        )
+        shard = functools.partial(per_block, reshard_after_forward=reshards)
+        Twins(blocks, shard, backend=backend).step(0)
+        forward, backward = graphs
+        assert len(calls(forward, GATHER)) == 4
+        assert len(calls(forward, SCATTER)) == 0
+        assert len(calls(backward, GATHER)) == (3 if reshards else 0)
+        assert len(calls(backward, SCATTER)) == 4
+        kept = [node for node in backward.nodes if node.op == "placeholder"]
+        num_weights = sum(tuple(node.meta["val"].shape) == (WIDTH, WIDTH) for node in kept)
+        assert num_weights == (0 if reshards else 2), kept
 
 
 def mixed_precision() -> None:
@@ -315,6 +345,7 @@ def whole_of(model: Any, shard: Shard) -> Any:
 BODIES = [
     block_by_block,
     reshard_or_not,
+    what_is_kept,
     mixed_precision,
     other_dims,
     tied,

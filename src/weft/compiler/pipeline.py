@@ -18,12 +18,12 @@ from torch import fx
 
 from weft.compiler.graphs import calls
 from weft.compiler.ops import MARK, REDUCE
+from weft.compiler.passes.bucket_gathers import bucket_gathers
 from weft.compiler.passes.bucket_gradients import (
     bucket_by_coalescing,
     bucket_by_concat,
     bucket_in_buffers,
 )
-from weft.compiler.passes.bucket_gathers import bucket_gathers
 from weft.compiler.passes.bucket_scatters import bucket_scatters
 from weft.compiler.passes.drop_copies import drop_copies
 from weft.compiler.passes.find_marks import Reducible, find_reducible
@@ -47,7 +47,7 @@ class Work:
     moved: Counter[Hashable] = field(default_factory=Counter[Hashable])  # elements, by such collectives
 
     def launches(self) -> list[fx.Node]:
-        """The graph's collectives, in order, but for those of sharded parameters; none where nothing is marked."""
+        """The graph's other collectives, in order; none where nothing is marked."""
         if not self.found:
             return []
         shards = set(self.shards())

@@ -18,8 +18,8 @@ class Settings:
     list of tensors that one such op reduces). None: "buffers", unless torch's own Python reducer is
     asked for (`torch._dynamo.config.optimize_ddp = "python_reducer"`): then what Inductor's list of
     data-parallel passes says. `bucket_cap_mb` overrides the caps of the modules. For collectives of
-    fully_shard, each of which is one module's already, it is the size up to which neighbours become one; None: one
-    megabyte, where the time of a collective is not that of its bytes.
+    fully_shard, each of which is one module's already, it is the size up to which neighbours become one;
+    None: one megabyte, where the time of a collective is not that of its bytes.
     """
 
     form: str | None = None

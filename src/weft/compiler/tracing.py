@@ -73,18 +73,19 @@ def run_at_trace(method: F) -> F:
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
-    """Let graphs of Dynamo have calls of this function; compilers look into it when autograd has been through."""
+    """Let graphs of Dynamo have calls of this function. Autograd looks into it, and so do compilers."""
     torch.compiler.allow_in_graph(function)
 
 
 @contextmanager
 def made_again_in_backward(is_wanted: bool) -> Generator[None]:
-    """Under tracing for autograd: what is computed here is computed again in backward, not kept until then."""
+    """What is traced here is computed again in backward, not kept until then, if that is wanted."""
     from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
 
     # A mark of activation checkpointing, in a region that comes after all regions of the user's: so nothing
     # of theirs makes torch keep it.
-    marks = {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST}
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST}
     meta = traceback.current_meta
     before = dict(meta)
     if is_wanted:

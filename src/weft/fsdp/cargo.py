@@ -1,8 +1,7 @@
-"""Parameters that travel together in a compiled graph, and how they lie on the way. Pure: tensors in, new tensors out.
+"""Parameters that travel together in a compiled graph, and how they lie on the way. Pure.
 
-A rank's shard is its pieces, one behind the other, each with room for a full one; the shards of all ranks are the
-rows of a table. A graph knows a cargo by its text, a constant: modules that are built alike have the same text,
-and one graph serves them all.
+A rank's shard is its pieces, one behind the other, each with room for a full one; the shards of all ranks
+are the rows of a table. A graph knows a cargo by its text, which is a constant of it.
 """
 
 from __future__ import annotations

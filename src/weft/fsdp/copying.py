@@ -75,7 +75,7 @@ def _check_ready(module: nn.Module, states: Sequence[ModuleState]) -> None:
 
 
 def _rewrap_gradient(param: ShardedParam) -> None:
-    """A graph's gradients are parts of a flat tensor; torch takes a DTensor around such a part for one with memory."""
+    """Graphs make gradients that are parts of a flat tensor, which torch takes for DTensors with memory."""
     grad = param.sharded.grad
     if isinstance(grad, DTensor) and grad.storage_offset():
         param.sharded.grad = param.wrap_gradient(grad._local_tensor)

@@ -1,9 +1,9 @@
 """A sharded module in a compiled graph: whether its parameters can be gathered there, and the gathering.
 
-Where Dynamo traces a module's forward together with its hooks, parameters become steps of the graph: gathered at
-its start, registered in the modules while it is traced, and the sharded ones again at its end. Modules whose
-settings ask for more than that break the graph, and their hooks do what they do without a compiler. So do
-the hooks of a module whose forward is the start of a graph: Dynamo calls them outside.
+Where Dynamo traces a module's forward together with its hooks, whole parameters are made by the graph: they
+are in the modules while it is traced, and the sharded ones again at its end. Modules whose settings ask for
+more than that break the graph, and their hooks do what they do without a compiler. So do the hooks of a
+module whose forward is the start of a graph: Dynamo calls them outside of it.
 
 Ranks must run the same graphs: nobody keeps them in order there, and what no rank tells the others, as which
 parameters it used, must be the same on all.
@@ -11,13 +11,14 @@ parameters it used, must be the same on all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.comm.spread_packing import LARGE_PIECE_BYTES
 from weft.compiler import allow_in_graph, install, note_gathers, run_at_trace
 from weft.fsdp.cargo import Cargo
 from weft.fsdp.division import plan_division
@@ -158,7 +159,7 @@ def _cargos(stay: Stay) -> list[str]:
 
 
 def _give_own_storage(params: Iterable[ShardedParam]) -> None:
-    """Let each piece be the start of a storage, of the same memory: compilers take a DTensor for one that is."""
+    """Let each piece be the start of a storage, of the same memory: torch can't trace a DTensor of another."""
     for param in params:
         if param.local.storage_offset() != param.sharded.storage_offset():
             param.local = torch.from_dlpack(param.local)
@@ -210,24 +211,33 @@ def _plan_loads(module: nn.Module, state: ModuleState) -> list[Load]:
     inside = set(module.modules())
     loads: list[Load] = []
     for group in state.groups:
-        by_dtype: dict[tuple[torch.dtype, torch.dtype, torch.dtype], dict[ShardedParam, list[Slot]]] = {}
+        together: dict[Hashable, dict[ShardedParam, list[Slot]]] = {}
         for param in group.params:
-            dtypes = (param.dtype, param.compute_dtype(group.policy), param.reduce_dtype(group.policy))
             slots = [
                 slot for site, slot in zip(param.sites, param.slots, strict=True) if site.module in inside
             ]
             if slots:
-                by_dtype.setdefault(dtypes, {})[param] = slots
-        for dtypes, places in by_dtype.items():
-            cargo = _plan_cargo(list(places), group, dtypes)
+                together.setdefault(_kind(param, group), {})[param] = slots
+        for places in together.values():
+            cargo = _plan_cargo(list(places), group)
             loads.append(Load(cargo.encode(), list(places.values()), group))
     return loads
 
 
-def _plan_cargo(
-    params: Sequence[ShardedParam], group: ParamGroup, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-) -> Cargo:
+def _kind(param: ShardedParam, group: ParamGroup) -> Hashable:
+    """What parameters that travel together have in common. A large one travels alone: it needs no copies then."""
+    dtypes = _dtypes(param, group)
+    is_large = param.split.piece_numel * dtypes[1].itemsize >= LARGE_PIECE_BYTES
+    return (*dtypes, param if is_large else None)
+
+
+def _dtypes(param: ShardedParam, group: ParamGroup) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    return param.dtype, param.compute_dtype(group.policy), param.reduce_dtype(group.policy)
+
+
+def _plan_cargo(params: Sequence[ShardedParam], group: ParamGroup) -> Cargo:
     data = group.data
+    dtypes = _dtypes(params[0], group)
     assert data.shard_group is not None
     # Not all backends of the CPU know a mean.
     division = plan_division(dtypes[2], data.shard_size, sums_only=data.device.type == "cpu")

@@ -1,7 +1,7 @@
 """Whole parameters as a step of a compiled graph, and their gradients' way back.
 
-Forward gathers, backward reduces and scatters: `_c10d_functional` ops, which compilers know and move. The sharded
-parameters are inputs of the graph, so autograd itself gives them their gradients and runs their hooks.
+Forward gathers, backward reduces and scatters: `_c10d_functional` ops, which compilers know and move. The
+sharded parameters are inputs of the graph: autograd itself gives them their gradients and runs their hooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The collectives of sharded parameters in a graph: what is gathered from its inputs, what is scattered to its outputs.
+"""The collectives of sharded parameters in a graph: gathered from its inputs, scattered to its outputs.
 
-A gathering of parameters needs nothing but inputs of the graph, packed. A scattering of gradients brings what no other
-collective of the graph needs. Collectives inside of the model are neither.
+A gathering of parameters needs nothing but inputs of the graph, packed. A scattering of gradients brings what
+no other collective of the graph needs. Collectives inside of the model are neither.
 """
 
 from __future__ import annotations

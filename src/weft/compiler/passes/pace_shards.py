@@ -1,4 +1,6 @@
-"""Sharded parameters travel one step ahead, their gradients one step behind, and no further: memory is why they are sharded.
+"""Sharded parameters travel one step ahead, their gradients one step behind.
+
+No further: memory is why they are sharded.
 
 Before: gather 1, wait 1, layer 1, gather 2, wait 2, layer 2, ...
 After:  gather 1, gather 2, wait 1, layer 1, gather 3, wait 2, layer 2, ...

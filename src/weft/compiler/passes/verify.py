@@ -27,9 +27,7 @@ def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
             _check_waits(launch)
 
 
-def verify_shards(
-    gathers: Sequence[fx.Node], scatters: Sequence[fx.Node], moved: Counter[Hashable]
-) -> None:
+def verify_shards(gathers: Sequence[fx.Node], scatters: Sequence[fx.Node], moved: Counter[Hashable]) -> None:
     """Raise unless as much of sharded parameters and their gradients travels as before the passes."""
     now = moved_numels([*gathers, *scatters])
     if now != moved:
