@@ -238,14 +238,26 @@ def other_dims() -> None:
     """Sharded along the last dim, uneven; and a conv, in the middle one."""
 
     def make() -> nn.Module:
-        shape = (nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 5, 2), nn.Flatten(), nn.Linear(10, 7))
-        return filled(nn.Sequential(nn.Linear(WIDTH, 6), *shape), dtype=torch.float32)
+        shape = (nn.Unflatten(1, (3, 3)), nn.Conv1d(3, 5, 2), nn.Flatten(), nn.Linear(10, 7), nn.Linear(7, 2))
+        return filled(nn.Sequential(nn.Linear(WIDTH, 9), *shape), dtype=torch.float32)
 
     def by_dim(param: nn.Parameter) -> Any:
         return torch.distributed.tensor.Shard(param.ndim - 1 if param.ndim < 3 else 1)
 
     Twins(make, lambda module: whole(module, shard_placement_fn=by_dim)).train()
     assert_in_graph()
+
+
+def large() -> None:
+    """A weight that travels by itself beside a bias that doesn't; another one that two ranks don't divide."""
+
+    def make() -> nn.Module:
+        made = nn.Sequential(nn.Linear(WIDTH, 1024), nn.Linear(1024, 641), nn.Linear(641, 2))
+        return filled(made, dtype=torch.float32)
+
+    for shard in (per_block, whole):
+        Twins(make, shard).train()
+        assert_in_graph()
 
 
 class Tied(nn.Module):
@@ -348,6 +360,7 @@ BODIES = [
     what_is_kept,
     mixed_precision,
     other_dims,
+    large,
     tied,
     frozen_and_unused,
     several_modules,

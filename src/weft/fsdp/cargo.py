@@ -103,10 +103,10 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
 def _joined(column: Tensor, split: Split) -> Tensor:
     """A whole parameter, of the rows that hold its pieces."""
     if split.is_in_order:
-        return column.reshape(-1)[: split.numel].view(split.shape)
-    pieces = column.reshape(split.num_ranks, *split.full_piece_shape)
-    whole = torch.cat(list(pieces.unbind(0)), dim=split.dim)
-    return whole.narrow(split.dim, 0, split.shape[split.dim]).contiguous()
+        return column.contiguous().view(-1)[: split.numel].view(split.shape)
+    shapes = [split.piece_shape(rank) for rank in range(split.num_ranks)]
+    pieces = [row[: math.prod(shape)].view(shape) for row, shape in zip(column, shapes, strict=True)]
+    return torch.cat(pieces, dim=split.dim)
 
 
 def _cut(grad: Tensor, split: Split) -> Tensor:
@@ -114,11 +114,8 @@ def _cut(grad: Tensor, split: Split) -> Tensor:
     if split.is_in_order:
         flat = _padded(grad.reshape(-1), split.num_ranks * split.piece_numel)
         return flat.view(split.num_ranks, split.piece_numel)
-    missing = split.num_ranks * split.length - split.shape[split.dim]
-    behind = (grad.ndim - 1 - split.dim) * (0, 0)
-    padded = functional.pad(grad, (*behind, 0, missing)) if missing else grad
-    pieces = padded.split(split.length, dim=split.dim)
-    return torch.stack([piece.reshape(-1) for piece in pieces])
+    pieces = [grad.narrow(split.dim, *split.span(rank)) for rank in range(split.num_ranks)]
+    return torch.stack([_padded(piece.reshape(-1), split.piece_numel) for piece in pieces])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -159,7 +159,7 @@ def _cargos(stay: Stay) -> list[str]:
 
 
 def _give_own_storage(params: Iterable[ShardedParam]) -> None:
-    """Let each piece be the start of a storage, of the same memory: torch can't trace a DTensor of another."""
+    """Let each piece be the start of a storage, in the same memory: torch traces no DTensors of others."""
     for param in params:
         if param.local.storage_offset() != param.sharded.storage_offset():
             param.local = torch.from_dlpack(param.local)
@@ -225,7 +225,7 @@ def _plan_loads(module: nn.Module, state: ModuleState) -> list[Load]:
 
 
 def _kind(param: ShardedParam, group: ParamGroup) -> Hashable:
-    """What parameters that travel together have in common. A large one travels alone: it needs no copies then."""
+    """What parameters that travel together have in common. A large one travels alone: without copies."""
     dtypes = _dtypes(param, group)
     is_large = param.split.piece_numel * dtypes[1].itemsize >= LARGE_PIECE_BYTES
     return (*dtypes, param if is_large else None)
