@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.compile_bodies.pairs import WIDTH, filled, fresh
+from tests.compile_bodies.pairs import WIDTH, backward_context, filled, fresh
 from tests.compile_bodies.sharded import Twins, assert_in_graph, blocks, custom, per_block, rows, whole
 from weft.comm_hooks.default_hooks import allreduce_hook
 
@@ -251,6 +253,30 @@ def uneven_inputs() -> None:
     assert torch.equal(*results)
 
 
+def traced_backward() -> None:
+    """torch's compiled autograd traces the backward as well."""
+    twins = Twins()
+    for salt in range(3):
+        twins.zero_grad()
+        twins.loss(twins.plain, salt).backward()
+        value = twins.loss(twins.compiled, salt)
+        with backward_context("torch"):
+            value.backward()
+        twins.check()
+        twins.update()
+
+
+def dropped() -> None:
+    """Nothing of a compiled model stays when its last user lets go."""
+    fresh()
+    model = per_block(blocks())
+    torch.compile(model, backend="aot_eager", fullgraph=True)(rows(0)).sum().backward()
+    left = [weakref.ref(thing) for thing in (model, weft.fully_shard.state(model), model[0][0].weight)]
+    del model
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 3
+
+
 BODIES = [
     accumulation,
     gradients_kept,
@@ -264,5 +290,7 @@ BODIES = [
     checkpointed,
     users_hooks,
     copies,
+    traced_backward,
+    dropped,
     uneven_inputs,
 ]
