@@ -37,6 +37,21 @@ def accumulation() -> None:
             twins.update()
 
 
+def accumulation_in_turns() -> None:
+    """Local gradients of the module itself, then a synced step of the compiled one, which has run before."""
+    for make in (blocks, custom):
+        twins = Twins(make, per_block, fullgraph=False, is_exact=False)
+        twins.step(0)
+        compiled = twins.compiled
+        twins.zero_grad()
+        for is_synced in (False, True):
+            for model in twins.models():
+                model.set_requires_gradient_sync(is_synced)
+            twins.compiled = compiled if is_synced else twins.under
+            twins.backward(1 + is_synced)
+        twins.check()
+
+
 def gradients_kept() -> None:
     """Without zero_grad what was reduced adds up."""
     twins = Twins()
@@ -279,6 +294,7 @@ def dropped() -> None:
 
 BODIES = [
     accumulation,
+    accumulation_in_turns,
     gradients_kept,
     several_forwards,
     in_turns,
