@@ -227,6 +227,9 @@ def test_the_last_pass_verifies() -> None:
     assert [name for name, _ in PASSES] == [
         "find_gradients",
         "bucket_gradients",
+        "bucket_gathers",
+        "bucket_scatters",
+        "pace_shards",
         "launch_early",
         "wait_late",
         "drop_copies",

@@ -12,7 +12,7 @@ from weft.autograd.backward import (
     unseen_by_autograd,
     will_run,
 )
-from weft.autograd.frames import called_by_autograd
+from weft.autograd.frames import traced_inside_only
 from weft.autograd.homes import Renew, Unsynced, announce_gradients, on_announcement
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Unsynced",
     "accumulation_node",
     "announce_gradients",
-    "called_by_autograd",
     "current_backward",
     "current_node",
     "is_reachable",
@@ -29,6 +28,7 @@ __all__ = [
     "run_engine",
     "run_last",
     "set_versions",
+    "traced_inside_only",
     "unseen_by_autograd",
     "will_run",
 ]

@@ -1,4 +1,4 @@
-"""Functions that autograd calls, and Dynamo shall not compile.
+"""Functions that are called from outside, by autograd above all, and that Dynamo shall not compile.
 
 A compiled function may run a backward: Dynamo leaves `loss.backward()` to autograd, but goes on to compile
 every Python function that is called from there. weft's hooks are calls to other ranks, not something to
@@ -18,7 +18,7 @@ from torch._C._dynamo import eval_frame
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def called_by_autograd(fn: F) -> F:
+def traced_inside_only(fn: F) -> F:
     """Let Dynamo run this function, and all that it calls, as it is. It costs nothing when it is called."""
     frames: Any = eval_frame
     skip = frames._FrameAction.SKIP

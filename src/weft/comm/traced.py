@@ -130,3 +130,15 @@ def exchanged(
 ) -> torch.Tensor:
     """What every rank gives this one, as a new tensor."""
     return functional.wait_tensor(functional.all_to_all_single(tensor, output_splits, input_splits, group))
+
+
+def gather_flat(flat: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """Every rank's tensor, one behind the other, as a new one; the group by its name."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(flat, num_ranks, group))
+
+
+def scatter_flat(table: torch.Tensor, op: str, num_ranks: int, group: str) -> torch.Tensor:
+    """This rank's part of the reduced tensor, as a new one; the group by its name."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(table, op, num_ranks, group))

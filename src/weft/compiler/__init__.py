@@ -8,7 +8,17 @@ from weft.compiler.pipeline import PASSES, Work, run_passes
 from weft.compiler.schedule import Bucket, Slot, Wire
 from weft.compiler.settings import Settings, form_in_force, settings
 from weft.compiler.traced_backward import autograd
-from weft.compiler.tracing import at_trace, current_trace, is_backward_traced, is_tracing, note_owner
+from weft.compiler.tracing import (
+    allow_in_graph,
+    at_trace,
+    current_trace,
+    is_backward_traced,
+    is_tracing,
+    made_again_in_backward,
+    note_gathers,
+    note_owner,
+    run_at_trace,
+)
 
 __all__ = [
     "PASSES",
@@ -20,6 +30,7 @@ __all__ = [
     "Slot",
     "Wire",
     "Work",
+    "allow_in_graph",
     "at_trace",
     "autograd",
     "backend",
@@ -30,7 +41,10 @@ __all__ = [
     "install",
     "is_backward_traced",
     "is_tracing",
+    "made_again_in_backward",
+    "note_gathers",
     "note_owner",
+    "run_at_trace",
     "run_passes",
     "settings",
 ]

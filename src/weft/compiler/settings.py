@@ -17,7 +17,9 @@ class Settings:
     "concat" (a bucket is a flat tensor of the graph, reduced by an op that compilers know) or "coalesced" (a
     list of tensors that one such op reduces). None: "buffers", unless torch's own Python reducer is
     asked for (`torch._dynamo.config.optimize_ddp = "python_reducer"`): then what Inductor's list of
-    data-parallel passes says. `bucket_cap_mb` overrides the caps of the modules.
+    data-parallel passes says. `bucket_cap_mb` overrides the caps of the modules. For collectives of
+    fully_shard, each of which is one module's already, it is the size up to which neighbours become one;
+    None: one megabyte, where the time of a collective is not that of its bytes.
     """
 
     form: str | None = None
@@ -34,6 +36,14 @@ class Settings:
 
 
 settings = Settings()
+_SHARD_CAP_MB = 1.0
+
+
+def shard_cap_bytes() -> float:
+    """Up to which size neighbouring collectives of sharded parameters become one."""
+    settings.check()
+    cap_mb = _SHARD_CAP_MB if settings.bucket_cap_mb is None else settings.bucket_cap_mb
+    return cap_mb * 2**20
 
 
 def form_in_force() -> str:

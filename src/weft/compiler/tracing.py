@@ -1,18 +1,22 @@
 """Code that Dynamo traces, and what it may do while it traces.
 
 Private names of torch, used here and nowhere else: `torch._dynamo.comptime`,
-`torch._guards.CompileContext` and `TracingContext`, and compiled autograd's flag.
+`torch._guards.CompileContext` and `TracingContext`, compiled autograd's flag, and what `torch.fx.traceback`
+puts on the nodes that are traced.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 is_tracing = torch.compiler.is_compiling
+F = TypeVar("F", bound=Callable[..., Any])
+_LAST = 2**62
 
 
 def at_trace(run: Callable[[Any], None]) -> None:
@@ -39,9 +43,7 @@ def note_owner(number: int) -> None:
 
 def owners_here() -> list[int]:
     """The numbers of owners that were noted in the tracing, or compiling, under way."""
-    from torch._guards import TracingContext
-
-    context: Any = TracingContext.try_get()
+    context = _context()
     if context is None:
         return []
     return vars(context).setdefault("_weft_owners", [])
@@ -51,3 +53,57 @@ def is_backward_traced() -> bool:
     """Whether compiled autograd would trace a backward that began now."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.compiled_autograd_enabled)
+
+
+def run_at_trace(method: F) -> F:
+    """Let a method run while a call of it is traced, once, on the real object; what it reads gets no guards.
+
+    As torch.compiler.assume_constant_result, which imports all of Dynamo.
+    """
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
+def allow_in_graph(function: Callable[..., Any]) -> None:
+    """Let graphs of Dynamo have calls of this function. Autograd looks into it, and so do compilers."""
+    torch.compiler.allow_in_graph(function)
+
+
+@contextmanager
+def made_again_in_backward(is_wanted: bool) -> Generator[None]:
+    """What is traced here is computed again in backward, not kept until then, if that is wanted."""
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    # A mark of activation checkpointing, in a region that comes after all regions of the user's: so nothing
+    # of theirs makes torch keep it.
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST}
+    meta = traceback.current_meta
+    before = dict(meta)
+    if is_wanted:
+        meta.update(marks)
+    try:
+        yield
+    finally:
+        if is_wanted:
+            meta.clear()
+            meta.update(before)
+
+
+def note_gathers() -> None:
+    """While code is traced: the graph that comes of it gathers sharded parameters."""
+    context = _context()
+    if context is not None:
+        vars(context)["_weft_gathers"] = True
+
+
+def gathers_here() -> bool:
+    """Whether that was noted in the tracing, or compiling, under way."""
+    context = _context()
+    return context is not None and "_weft_gathers" in vars(context)
+
+
+def _context() -> Any:
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.data_parallel.members import is_settled
 from weft.errors import StateError
 
@@ -112,7 +112,7 @@ def arrivals_of(hook: object) -> Arrivals | None:
 
 
 def _make_arrive(arrived: Arrivals) -> Callable[[torch.Tensor], None]:
-    @called_by_autograd
+    @traced_inside_only
     def arrive(param: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             raise StateError(
@@ -133,7 +133,7 @@ def _make_traceable(
 ) -> Callable[[torch.Tensor], None]:
     """For compiled autograd: do what a graph can do while a backward is traced, and the usual otherwise."""
 
-    @called_by_autograd
+    @traced_inside_only
     def arrive(param: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             in_graph(param, index)
@@ -147,7 +147,7 @@ def _make_traceable(
 def _make_settled(arrived: Arrivals, then: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """For DTensors: have a gradient settled that lies otherwise than its parameter, and go on."""
 
-    @called_by_autograd
+    @traced_inside_only
     def arrive(param: torch.Tensor) -> None:
         settle = None if is_settled(param) else arrived.settle()
         if settle is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from weft import comm
-from weft.autograd import called_by_autograd, current_backward, unseen_by_autograd
+from weft.autograd import current_backward, traced_inside_only, unseen_by_autograd
 from weft.comm_hooks.bucket import GradHook
 from weft.comm_hooks.hook_check import check_hook
 from weft.comm_hooks.mean import FEATURE
@@ -266,7 +266,7 @@ class Replica:
         self.broadcast_state(source, with_buffers=self.options.syncs_buffers)
 
 
-@called_by_autograd
+@traced_inside_only
 def _begin(reducer: Reducer, is_synced: bool, _: torch.Tensor) -> None:
     if is_tracing():  # compiled autograd: gradients are reduced where they are made
         return

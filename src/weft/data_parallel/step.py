@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.data_parallel.buckets import Reduction
 from weft.data_parallel.streams import GradStreams
 
@@ -19,7 +19,7 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
     """Run one such method of an object with a `_mutex` at a time: autograd has a thread for each device."""
 
     @functools.wraps(method)
-    @called_by_autograd
+    @traced_inside_only
     def run(self: Any, **kwargs: Any) -> None:
         with self._mutex:
             method(self, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.autograd import called_by_autograd, current_backward
+from weft.autograd import current_backward, traced_inside_only
 from weft.data_parallel.arrivals import arrivals_of
 from weft.errors import StateError
 
@@ -29,7 +29,7 @@ class DeferredHook:
         self.reducer = reducer
         self.ran_in: int | None = None  # the number of the last backward in which it didn't wait
 
-    @called_by_autograd
+    @traced_inside_only
     def __call__(self, param: torch.Tensor) -> None:
         reducer = self.reducer()
         if reducer is None or not reducer.is_reducing():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from weft.autograd import accumulation_node, called_by_autograd
+from weft.autograd import accumulation_node, traced_inside_only
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -37,7 +37,7 @@ class _Send(Function):
         return torch.empty((), device="cpu")
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *_: Any) -> Any:
         return None, *running.need_run("a token of a send").take_arrived(ctx.number)
 
@@ -50,7 +50,7 @@ class _Recv(Function):
         return tuple(tensors)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         run = running.need_run(f"a tensor that came from worker '{ctx.cut.route.peer_name}'")
         ctx.cut.check_context(run.context.id)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.autograd import Renew, Unsynced, accumulation_node, called_by_autograd, on_announcement
+from weft.autograd import Renew, Unsynced, accumulation_node, on_announcement, traced_inside_only
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
@@ -45,7 +45,7 @@ class _Leaf:
         self._node = node
         self._handles = [node.register_prehook(self._before)]
 
-    @called_by_autograd
+    @traced_inside_only
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         run = current_run()
         if run is None:
@@ -69,7 +69,7 @@ class _Leaf:
         self._variable.grad = landing.show(self._variable)
         return None
 
-    @called_by_autograd
+    @traced_inside_only
     def _after(self, _: Any, __: Any) -> None:
         if self._landing is None or self._thread != threading.get_ident():
             return

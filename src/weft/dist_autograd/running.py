@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import Function
 
-from weft.autograd import called_by_autograd, current_backward
+from weft.autograd import current_backward, traced_inside_only
 from weft.errors import StateError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class _Open(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *_: Any) -> Any:
         with _opening:
             _by_backward[cast(int, current_backward())] = ctx.run

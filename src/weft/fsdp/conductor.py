@@ -35,6 +35,11 @@ class Player(Protocol):
         """Whether its parameters are gathered, or about to be."""
         ...
 
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether compiled graphs gather its parameters."""
+        ...
+
     def launch_gather(self) -> None:
         """Start to gather its parameters, or help others to."""
         ...
@@ -150,8 +155,9 @@ class Conductor:
         if any(place > phase.last_asked for place, _ in phase.early):
             return
         operation = phase.plan.operations[phase.cursor]
+        player = self._players[operation.group]
         # What is whole now is gathered again for a second use: not before it was freed.
-        if operation.kind is Kind.GATHER and not self._players[operation.group].is_at_hand:
+        if operation.kind is Kind.GATHER and not player.is_at_hand and not player.is_in_graphs:
             self._step(phase, is_asked=False)
 
     def serve(self) -> None:

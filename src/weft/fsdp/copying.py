@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.errors import RefusedError
 from weft.fsdp.choose import Site
@@ -33,6 +34,8 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for state in states:
         for group in state.groups:
             group.reshard()
+            for param in group.params:
+                _rewrap_gradient(param)
         state.remove()
     for part, cls, _ in taken:
         part.__class__ = cls._weft_own_class  # type: ignore[attr-defined]
@@ -69,6 +72,13 @@ def _check_ready(module: nn.Module, states: Sequence[ModuleState]) -> None:
             "FSDP does not support deepcopy of a model that has not run yet. Copy it before fully_shard, or "
             "after its first forward. Please use state dict for serialization."
         )
+
+
+def _rewrap_gradient(param: ShardedParam) -> None:
+    """Graphs make gradients that are parts of a flat tensor, which torch takes for DTensors with memory."""
+    grad = param.sharded.grad
+    if isinstance(grad, DTensor) and grad.storage_offset():
+        param.sharded.grad = param.wrap_gradient(grad._local_tensor)
 
 
 def _copy_state(state: ModuleState, memo: dict[int, Any]) -> ModuleState:

@@ -51,6 +51,7 @@ class ParamGroup(GroupGradients):
         self.shard_device = shard_device
         self.conductor = Conductor(data, [self], lambda: None)
         self.shown = Shown.SHARDED
+        self.is_in_graphs = False  # compiled graphs gather it
         self._parts: list[FlatParams | ExtendedParam] = []
         self._is_pending = False
         self._is_small_everywhere = False  # agreed with all ranks: they gather from there

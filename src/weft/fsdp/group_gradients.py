@@ -51,6 +51,7 @@ class GroupGradients:
         self._undecided: list[tuple[ShardedParam, DTensor]] = []
         # A bit for each parameter: this rank has had a gradient for it in this backward; it was given one.
         self.used = self.given = 0
+        self.keeps_unsynced = False  # gradients of backwards that didn't reduce wait here
 
     @property
     def is_alone(self) -> bool:
@@ -60,18 +61,23 @@ class GroupGradients:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
-        if self._roster.has_gradients() or any(param.accumulated is not None for param in self.params):
+        if self._has_unsynced():
             return True
         return self.settings.reduces_replicas and any(batch.partial is not None for batch in self._batches)
+
+    def _has_unsynced(self) -> bool:
+        return self._roster.has_gradients() or any(param.accumulated is not None for param in self.params)
 
     def accumulate(self) -> None:
         """Keep the gradients of a backward that doesn't reduce."""
         for param in self.params:
             param.accumulate(param.reduce_dtype(self.policy))
+        self.keeps_unsynced = self._has_unsynced()
 
     @torch.no_grad()
     def launch_reduce(self) -> None:
         """Start to reduce the gradients that are here, or help others to. In the same order on all ranks."""
+        self.keeps_unsynced = False
         if self.is_alone and self.settings.comm_hook is None and self.settings.all_reduce_hook is None:
             self._keep_own_gradients()
             return
@@ -153,6 +159,7 @@ class GroupGradients:
         """Drop everything that an exception has left unfinished."""
         self._undecided.clear()
         self.used = self.given = 0
+        self.keeps_unsynced = False
         for batch in self._batches:
             batch.partial, batch.partial_had = None, 0
         for param in self.params:

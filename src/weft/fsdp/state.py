@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.autograd import current_backward
+from weft.autograd import current_backward, traced_inside_only
+from weft.compiler import is_tracing
 from weft.errors import StateError
+from weft.fsdp.graph_side import GraphSide
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.state_dict import make_copyable
@@ -48,6 +50,7 @@ class ModuleState:
         self._running: list[BaseException | None] = []
         self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
         self._handles: list[Any] = []
+        self.graph = GraphSide(self)
 
     def install(self) -> None:
         """Hang the hooks on the modules."""
@@ -90,17 +93,31 @@ class ModuleState:
 
     # Forward
 
+    @traced_inside_only
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The modules' forward pre-hook."""
-        if torch.compiler.is_compiling():  # its work is not for a graph, which ends before it
-            eager: Any = torch.compiler.disable(self._before_forward)
-            return eager(module, args, kwargs)
+        if is_tracing():
+            return self._before_traced_forward(module, args, kwargs)
         if self._still_to_run and self._has_nothing_to_do() and current_backward() is None:
             self._running.append(sys.exception())  # another one of several, in a forward that has begun
             return args, kwargs
-        return self._before_forward(module, args, kwargs)
+        return self.before_eager_forward(module, args, kwargs)
+
+    def _before_traced_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.graph.see_trace()
+        if self.graph.find_obstacle():  # the graph ends before this
+            return self.graph.before_outside(module, args, kwargs)
+        if self.is_root and self.device.type != "cpu":
+            args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        stay = self.graph.stay_of(module)
+        assert stay is not None
+        stay.begin()
+        return args, kwargs
 
     def _has_nothing_to_do(self) -> bool:
         """Whether parameters are whole already and inputs go in as they are."""
@@ -110,9 +127,10 @@ class ModuleState:
     def _is_whole(self) -> bool:
         return all(group.shown is Shown.WHOLE for group in self.groups)
 
-    def _before_forward(
+    def before_eager_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same outside of graphs."""
         tree = self.ready()
         is_recomputed = current_backward() is not None
         if is_recomputed:
@@ -141,14 +159,20 @@ class ModuleState:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
+    @traced_inside_only
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The modules' forward hook."""
-        if torch.compiler.is_compiling():
-            eager: Any = torch.compiler.disable(self._after_forward)
-            return eager(module, output)
-        return self._after_forward(module, output)
+        stay = self.graph.stay_of(module)
+        if stay is not None and stay.depth:
+            stay.end()
+            return self._cast_output(output)
+        if is_tracing():
+            self.graph.see_trace()
+            return self.graph.after_outside(module, output)
+        return self.after_eager_forward(module, output)
 
-    def _after_forward(self, module: nn.Module, output: Any) -> Any:
+    def after_eager_forward(self, module: nn.Module, output: Any) -> Any:
+        """The same outside of graphs."""
         tree = self.tree
         is_recomputed = current_backward() is not None
         if tree is None or (not is_recomputed and self._has_failed(tree)):
@@ -197,6 +221,7 @@ class ModuleState:
 
     def end_forward(self) -> None:
         """The root's forward has ended: what was left open, or gathered for others, is closed."""
+        self.graph.close()
         is_partial = bool(self._still_to_run)
         self._still_to_run.clear()
         self._running.clear()
@@ -271,6 +296,7 @@ class ModuleState:
         passed_by_id = dict(zip(watched, passed, strict=True))
         return map_tensors(lambda tensor: passed_by_id.get(id(tensor), tensor), (args, kwargs))
 
+    @traced_inside_only
     def _entering(self, _: torch.Tensor) -> None:
         self.before_backward()
 
@@ -294,6 +320,7 @@ class _Leaving(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.state.after_backward()
         return None, *grads

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.autograd import announce_gradients, current_backward, on_backward_end
+from weft.autograd import announce_gradients, current_backward, on_backward_end, traced_inside_only
 from weft.errors import ConfigError, StateError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.group import ParamGroup, Shown
@@ -217,6 +217,7 @@ class _Alive:
     def __init__(self, callback: Any) -> None:
         self._callback = callback
 
+    @traced_inside_only
     def __call__(self) -> None:
         self._callback()
 

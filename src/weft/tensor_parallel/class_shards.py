@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from weft import comm
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.tensor_parallel.axis import FEATURE
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -155,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(aims.keep, aims.whole * total.log() - aimed.wait(), 0)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         local, peak, total = ctx.saved_tensors
         aims: Aims = ctx.aims
@@ -182,7 +182,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (result,) = ctx.saved_tensors
         wide = grads[0].to(wide_dtype(grads[0].dtype))
@@ -208,7 +208,7 @@ class _Reduced(torch.autograd.Function):
         return shard.launch(tensor).wait()
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _copied(grads[0], ctx.shard), None
 
@@ -220,6 +220,6 @@ class _Copied(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _reduced(grads[0], ctx.shard), None

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.nn import functional as nn_functional
 
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, cross
 from weft.tensor_parallel.opening import open_param
@@ -49,7 +49,7 @@ class _AddOnce(torch.autograd.Function):
         return bias.view_as(bias) if axis.rank == 0 else torch.zeros_like(bias)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _SeenByAll.apply(grads[0], ctx.axis), None  # type: ignore[return-value]
 
@@ -63,7 +63,7 @@ class _SeenByAll(torch.autograd.Function):
         return grad.view_as(grad)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return once_in_sum(grads[0], ctx.axis), None
 

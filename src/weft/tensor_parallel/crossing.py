@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.comm import Handle
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
@@ -167,7 +167,7 @@ class _Cross(torch.autograd.Function):
         return close_tensor(moved, want, result_size, axis, is_local=crossing.is_local)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (grad,) = grads
         if grad is None:

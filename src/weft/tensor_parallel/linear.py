@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as nn_functional
 
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.errors import ConfigError
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.composed import differentiable_backward
@@ -147,7 +147,7 @@ class SplitLinear(torch.autograd.Function):
         return close_tensor(y, lie.wanted, ctx.output_size, axis, is_local=False)
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         grad = grads[0]
         if grad is None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from weft.autograd import called_by_autograd
+from weft.autograd import traced_inside_only
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, counterpart, cross
 from weft.tensor_parallel.gradients import hand_over
@@ -35,7 +35,7 @@ class _Open(torch.autograd.Function):
         return local.view_as(local)  # autograd writes on what is returned, and that is the parameter's own
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         (grad,) = grads
         if grad is None:
@@ -58,7 +58,7 @@ class _Close(torch.autograd.Function):
         return make_dtensor(grad.detach(), shaped_spec(axis.mesh, (layout,), shape, grad))
 
     @staticmethod
-    @called_by_autograd
+    @traced_inside_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         back = Crossing(ctx.axis, ctx.layout, counterpart(ctx.layout), True, "second derivative")
         return cross(grads[0], back), None, None, None

@@ -36,6 +36,8 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
         return (
             type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         )  # named tuples take each
+    if type(value) is dict:
+        return {key: map_tensors(change, part) for key, part in cast("dict[Any, Any]", value).items()}
     if isinstance(value, dict | UserDict):
         given = copy.copy(cast("dict[Any, Any]", value))  # of its own kind: defaults and the like are kept
         for key, part in given.items():

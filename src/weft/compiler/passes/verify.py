@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
 from weft.compiler.graphs import LAUNCHES, WAIT, calls, places
 from weft.compiler.ops import BEGIN, END, MARK, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible
+from weft.compiler.passes.find_shards import moved_numels
 from weft.errors import InternalError
 
 
@@ -25,6 +27,13 @@ def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
             _check_received(launch)
         else:
             _check_waits(launch)
+
+
+def verify_shards(gathers: Sequence[fx.Node], scatters: Sequence[fx.Node], moved: Counter[Hashable]) -> None:
+    """Raise unless as much of sharded parameters and their gradients travels as before the passes."""
+    now = moved_numels([*gathers, *scatters])
+    if now != moved:
+        raise InternalError(f"passes changed what sharded parameters send, from {moved} elements to {now}")
 
 
 def _check_marks(graph: fx.Graph, found: Sequence[Reducible]) -> None:
