@@ -1,8 +1,8 @@
 """How long is a compiled training step on a GPU under weft's replicate, against the bare module's?
 
 One rank on nccl, since nccl refuses a second one on the same GPU: what is measured is what data parallel
-costs a compiled step beside the communication. The models and the step are those of data_parallel_gpu.py. Gradients
-are checked against the bare module's before anything is timed.
+costs a compiled step beside the communication. The models and the step are those of data_parallel_gpu.py.
+Gradients are checked against the bare module's before anything is timed.
 
 `bare` is the compiled module itself; `weft` is the compiled replicated one, which has nothing to do for a
 single rank; `weft hook` has a hook that all-reduces each bucket over nccl from within the graph.

@@ -156,7 +156,8 @@ def test_a_narrow_wire_by_concatenation() -> None:
         "convert1 = convert(wait, torch.float32)",
         "slice1 = slice(convert1, 0, 0, 4)",
         "reshape = reshape(slice1, [2, 2])",
-        "end_reduction = end_reduction([slice], A)",
+        "getitem = getitem(begin_reduction, 0)",
+        "end_reduction = end_reduction([slice, getitem], A)",
         "output(reshape)",
     ]
 
@@ -179,7 +180,8 @@ def test_a_narrow_wire_coalesced() -> None:
         "wait1 = wait(getitem1)",
         "convert2 = convert(wait, torch.float32)",
         "convert3 = convert(wait1, torch.float32)",
-        "end_reduction = end_reduction([wait1], A)",
+        "getitem2 = getitem(begin_reduction, 0)",
+        "end_reduction = end_reduction([wait1, getitem2], A)",
         "output(convert2, convert3)",
     ]
 
@@ -222,7 +224,8 @@ def test_gradients_of_no_dimensions() -> None:
         "slice = slice(wait, 0, 0, 1)",
         "slice1 = slice(wait, 0, 0, 1)",
         "reshape1 = reshape(slice1, [])",
-        "end_reduction = end_reduction([slice], A)",
+        "getitem = getitem(begin_reduction, 0)",
+        "end_reduction = end_reduction([slice, getitem], A)",
         "output(reshape1)",
     ]
     assert bucketed(one_gradient(slot(0)), bucket_in_buffers)[-3:] == [

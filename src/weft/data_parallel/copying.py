@@ -15,7 +15,7 @@ from weft.join import Joinable
 if TYPE_CHECKING:
     from weft.data_parallel.ddp import DistributedDataParallel
 
-_TIES = ("_replica", "_precision_exchange", "process_group", "device_mesh", "_join_config")
+_TIES = ("_own_replica", "_precision_exchange", "process_group", "device_mesh", "_join_config")
 
 
 def copy_wrapper(ddp: DistributedDataParallel, memo: dict[int, Any]) -> DistributedDataParallel:

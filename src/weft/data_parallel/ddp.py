@@ -106,7 +106,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _attach(self, options: ReplicaOptions) -> None:
         """Tie the module to the other ranks."""
         # Not an attribute that nn.Module would look into: the replica points back here.
-        vars(self)["_replica"] = Replica(self.module, self, options)
+        vars(self)["_own_replica"] = Replica(self.module, self, options)
         self.process_group = options.group
         self._divide_by_initial_world_size = True
         if self.mixed_precision is not None:
@@ -118,7 +118,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _replica(self) -> Replica:
-        return cast("Replica", self.__dict__["_replica"])
+        # Under another name than its own: Dynamo would look the property up again.
+        return cast("Replica", self.__dict__["_own_replica"])
 
     # Forward
 

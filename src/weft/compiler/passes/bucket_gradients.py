@@ -86,6 +86,8 @@ def _bucket(graph: fx.Graph, found: Reducible, form: Form) -> int:
             found.launches.append(launched)
             reduced_marks.append(marks)
             _replace(found, results)
+        if not found.wire.has_marks:
+            reduced_marks.append(add_call(graph, operator.getitem, tails, 0))  # else nobody needs the begin
         add_call(graph, END, reduced_marks, found.owner)
     _erase_marks(graph, found)
     return len(found.buckets)
