@@ -124,7 +124,7 @@ def traced_backward_of_others(wrap: str) -> None:
     """Ranks use different parameters, and their backwards are traced: an error, and nothing is mixed up."""
     pair = Pair(made.branches, wrap)
     pair.step(0, branch_loss("abc", "abc"), kind="torch")
-    with pytest.raises(Exception, match="reduce gradients of different parameters"):
+    with pytest.raises(Exception, match=r"different parameters|Attempt to trace generator"):
         pair.step(1, branch_loss("a", "c"), kind="torch")
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.autograd import traced_inside_only
 from weft.compiler.schedule import Bucket, decode_schedule
 from weft.errors import StateError
 
@@ -172,7 +173,7 @@ for _name, _run, _pretend in (
     ("begin_reduction", _begin, _empty_marks),
     ("end_reduction", _end, _nothing),
 ):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, traced_inside_only(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{_name}", _pretend, lib=_library)
 
 MARK: Any = torch.ops.weft.mark_gradient.default
