@@ -82,7 +82,7 @@ def graph_break_on_one_rank(wrap: str, kind: str) -> None:
 
 def traced_backward_on_one_rank(wrap: str, kind: str) -> None:
     pair = Pair(wrap=wrap)
-    pair.train(kind="torch" if is_last_rank() else "plain")
+    pair.train(kind="weft" if is_last_rank() else "plain")
 
 
 def other_parameters_on_one_rank(wrap: str, kind: str) -> None:

@@ -17,4 +17,4 @@ def test_plain_backward(name: str, wrap: str, group: str) -> None:
 
 @pytest.mark.parametrize("name", hooks.HOOKS)
 def test_traced_backward(name: str) -> None:
-    shared_pool(2).run(hooks.run_some, args=([name], "torch"), backend="gloo", timeout=120)
+    shared_pool(2).run(hooks.run_some, args=([name], "weft"), backend="gloo", timeout=120)
