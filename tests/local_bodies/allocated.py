@@ -222,8 +222,9 @@ def many_buffers_leave_nothing() -> None:
     use(200)
     gc.collect()
     dist.barrier()
-    assert num_fds() <= fds + 2, f"{num_fds() - fds} more open files"
-    assert resident_bytes() < memory + (64 << 20), f"{(resident_bytes() - memory) >> 20} MiB more"
+    # Thread ranks share the process with what other tests have left; a leak would be 200 files and 800 MB.
+    assert num_fds() <= fds + 20, f"{num_fds() - fds} more open files"
+    assert resident_bytes() < memory + (160 << 20), f"{(resident_bytes() - memory) >> 20} MiB more"
 
 
 def many_buffers_at_once() -> None:
