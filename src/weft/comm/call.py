@@ -21,8 +21,14 @@ import torch.distributed as dist
 from weft.comm.group import state_of
 
 _WEFT = Path(__file__).parent.parent
-_DEMO = str(_WEFT / "demo")  # the demo is a user like any other
 _SKIPPED_FOLDERS = (f"{_WEFT}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+
+
+@dataclass(slots=True)
+class Stand:
+    """When the rank began to stand still for a call; None: it has not."""
+
+    start_secs: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class Call:
     outputs: tuple[torch.Tensor, ...] = field(repr=False)
     detail: str = ""  # what else must agree: the reduce op, the root
     site: str = ""  # file:line in function, of the first caller outside weft and torch
+    label: str = ""  # what it is about: a bucket, a module
+    stand: Stand = field(default_factory=Stand, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -102,6 +110,19 @@ def remove_watcher(watcher: Watcher) -> None:
         _watchers = tuple(other for other in _watchers if other is not watcher)
 
 
+_threads = threading.local()
+
+
+def stand_aside() -> None:
+    """Say that this thread works beside the rank's own: the rank goes on while the thread waits."""
+    _threads.is_aside = True
+
+
+def is_aside() -> bool:
+    """Whether the calling thread is one of those."""
+    return getattr(_threads, "is_aside", False)
+
+
 def call_site() -> str:
     """The first caller outside weft and torch, as file:line in function."""
     frame = sys._getframe(1)
@@ -111,7 +132,7 @@ def call_site() -> str:
 
 
 def _is_skipped(filename: str) -> bool:
-    return filename.startswith(_SKIPPED_FOLDERS) and not filename.startswith(_DEMO)
+    return filename.startswith(_SKIPPED_FOLDERS)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -2,9 +2,10 @@
 
 Each function starts a collective and returns a Handle at once. `group` is the whole
 world unless given, roots are ranks of the world as in torch.distributed, `feature`
-says who calls, for records. torch.distributed's functions are looked up when they
-are called, so whoever replaces them is heard. `is_waited` says that the caller does nothing before it waits:
-the call is done when it returns, which spares a handover between threads.
+says who calls and `label` what it is about, for records. torch.distributed's functions
+are looked up when they are called, so whoever replaces them is heard. `is_waited` says
+that the caller does nothing before it waits: the call is done when it returns, which
+spares a handover between threads.
 
 Messages (messages.py) and objects (objects.py) pass the same way, through
 `launch_call` of door.py.
@@ -37,6 +38,7 @@ def all_reduce(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Reduce the tensor over all ranks, in place."""
@@ -47,7 +49,7 @@ def all_reduce(
         return sum_by_gathering(
             tensor,
             group.size(),
-            lambda out, mine: all_gather_into_tensor(out, mine, group, feature=feature),
+            lambda out, mine: all_gather_into_tensor(out, mine, group, feature=feature, label=label),
         )
     return launch_call(
         "all_reduce",
@@ -58,11 +60,17 @@ def all_reduce(
         (tensor,),
         (tensor,),
         op_name(op),
+        label=label,
     )
 
 
 def all_reduce_coalesced(
-    tensors: Tensors, op: Any = SUM, group: ProcessGroup | None = None, *, feature: str = "user"
+    tensors: Tensors,
+    op: Any = SUM,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    label: str = "",
 ) -> Handle[list[torch.Tensor]]:
     """Reduce several tensors over all ranks, in place, as one call."""
     group = resolve_group(group)
@@ -78,6 +86,7 @@ def all_reduce_coalesced(
         given,
         given,
         op_name(op),
+        label=label,
     )
 
 
@@ -105,7 +114,12 @@ def reduce(
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, *, feature: str = "user"
+    tensor: torch.Tensor,
+    src: int,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    label: str = "",
 ) -> Handle[torch.Tensor]:
     """Copy rank `src`'s tensor to every rank."""
     group = resolve_group(group)
@@ -121,6 +135,7 @@ def broadcast(
         (tensor,) if is_root else (),
         () if is_root else (tensor,),
         f"root {src}",
+        label=label,
     )
 
 
@@ -147,6 +162,7 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Copy every rank's tensor into one tensor on every rank, along dim 0."""
@@ -161,11 +177,17 @@ def all_gather_into_tensor(
         out,
         (tensor,),
         (out,),
+        label=label,
     )
 
 
 def all_gather_into_tensor_coalesced(
-    outs: Tensors, tensors: Tensors, group: ProcessGroup | None = None, *, feature: str = "user"
+    outs: Tensors,
+    tensors: Tensors,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    label: str = "",
 ) -> Handle[list[torch.Tensor]]:
     """Several all_gather_into_tensor as one call."""
     group = resolve_group(group)
@@ -180,6 +202,7 @@ def all_gather_into_tensor_coalesced(
         list(outs),
         list(tensors),
         list(outs),
+        label=label,
     )
 
 
@@ -259,6 +282,7 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Reduce a tensor over all ranks and keep this rank's part of dim 0."""
@@ -274,6 +298,7 @@ def reduce_scatter_tensor(
         (tensor,),
         (out,),
         op_name(op),
+        label=label,
     )
 
 
@@ -284,6 +309,7 @@ def reduce_scatter_tensor_coalesced(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
 ) -> Handle[list[torch.Tensor]]:
     """Several reduce_scatter_tensor as one call."""
     group = resolve_group(group)
@@ -301,6 +327,7 @@ def reduce_scatter_tensor_coalesced(
         list(tensors),
         list(outs),
         op_name(op),
+        label=label,
     )
 
 
@@ -329,6 +356,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
 ) -> Handle[torch.Tensor]:
     """Give the i-th part of a tensor (along dim 0) to rank i; get one from each rank."""
     group = resolve_group(group)
@@ -346,6 +374,7 @@ def all_to_all_single(
         out,
         (tensor,),
         (out,),
+        label=label,
     )
 
 

@@ -19,7 +19,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.blame import explain, late_error
-from weft.comm.call import Call, Watcher, call_site
+from weft.comm.call import Call, Watcher, call_site, is_aside
 from weft.comm.desync import watchers_in_force
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
@@ -45,6 +45,9 @@ class _PlainTicket:
     def late(self, timeout_secs: float) -> BaseException:
         return late_error(self._group, self._number, self.words, timeout_secs)
 
+    def waits(self, works: Sequence[dist.Work]) -> None:
+        pass
+
     def ended(self, error: BaseException | None, end_secs: float) -> None:
         pass
 
@@ -64,6 +67,15 @@ class _WatchedTicket(_PlainTicket):
         for watcher in watchers:
             self._begun.append(watcher)
             watcher.started(self._call)
+
+    def waits(self, works: Sequence[dist.Work]) -> None:
+        if not all(work.is_completed() for work in works):
+            self.stands_since(time.perf_counter())
+
+    def stands_since(self, start_secs: float) -> None:
+        """The rank does nothing else from this time on, unless the thread is one beside its own."""
+        if self._call.stand.start_secs is None and not is_aside():
+            self._call.stand.start_secs = start_secs
 
     def ended(self, error: BaseException | None, end_secs: float) -> None:
         with self._mutex:  # whoever hears of it second returns when it has been told
@@ -91,12 +103,13 @@ def launch_call(
     detail: str = "",
     *,
     is_collective: bool = True,
+    label: str = "",
 ) -> Handle[Any]:
     """Start a collective, or a message, and hand out its Handle.
 
     `start` calls torch.distributed and returns a Work, a list of them, or None when
     the call was done at once. `inputs` are what the rank gives, `outputs` what it gets.
-    `detail` is what else must agree, in words.
+    `detail` is what else must agree, in words; `label` what it is about, for records.
     """
     check_movable(inputs)
     state = state_of(group)
@@ -107,15 +120,20 @@ def launch_call(
         ticket = _PlainTicket(group, number, op, (inputs, outputs))
         works = _start(start, ticket)
         return Handle(works, result, ticket) if works else Handle.done(result)
-    site = call_site()
-    watched = _WatchedTicket(Call(op, feature, group, number, tuple(inputs), tuple(outputs), detail, site))
+    call = Call(
+        op, feature, group, number, tuple(inputs), tuple(outputs), detail, site=call_site(), label=label
+    )
+    watched = _WatchedTicket(call)
     try:
         watched.start(watchers)
+        begun_secs = time.perf_counter()
         works = _start(start, watched)
     except BaseException as error:
         watched.ended(error, time.perf_counter())
         raise
     if not works:
+        if len(state.ranks) > 1:
+            watched.stands_since(begun_secs)
         watched.ended(None, time.perf_counter())
         return Handle.done(result)
     return Handle(works, result, watched)

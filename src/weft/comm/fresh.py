@@ -4,7 +4,8 @@ They are the door's own calls on memory that nobody else has. Where something of
 operation (CommDebugMode, a tracer) they run as functional collectives, which is what such watchers know,
 and pass the door all the same.
 
-Private names of torch, used here and nowhere else: `torch._C._len_torch_dispatch_stack`.
+Private names of torch, used here and nowhere else: `torch._C._len_torch_dispatch_stack`,
+`torch._C._get_dispatch_stack_at`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def all_reduced(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_ours: bool = False,
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
@@ -38,15 +40,26 @@ def all_reduced(
         group = resolve_group(group)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         return _launch_functional(
-            "all_reduce", group, feature, out, tensor, lambda: traced.reduced(tensor, op_name(op), group)
+            "all_reduce",
+            group,
+            feature,
+            label,
+            out,
+            tensor,
+            lambda: traced.reduced(tensor, op_name(op), group),
         )
     if not is_ours or not tensor.is_contiguous():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return collectives.all_reduce(tensor, op, group, feature=feature, is_waited=is_waited)
+    return collectives.all_reduce(tensor, op, group, feature=feature, label=label, is_waited=is_waited)
 
 
 def all_gathered(
-    tensor: torch.Tensor, group: ProcessGroup | None = None, *, feature: str = "user", is_waited: bool = False
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    label: str = "",
+    is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """Every rank's tensor, one after the other along dim 0."""
     group = resolve_group(group)
@@ -54,9 +67,17 @@ def all_gathered(
     out = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     if _is_watched():
         return _launch_functional(
-            "all_gather_into_tensor", group, feature, out, tensor, lambda: traced.gathered(tensor, group)
+            "all_gather_into_tensor",
+            group,
+            feature,
+            label,
+            out,
+            tensor,
+            lambda: traced.gathered(tensor, group),
         )
-    return collectives.all_gather_into_tensor(out, tensor, group, feature=feature, is_waited=is_waited)
+    return collectives.all_gather_into_tensor(
+        out, tensor, group, feature=feature, label=label, is_waited=is_waited
+    )
 
 
 def reduce_scattered(
@@ -65,6 +86,7 @@ def reduce_scattered(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
     """This rank's part, along dim 0, of the tensor reduced over all ranks."""
@@ -76,11 +98,14 @@ def reduce_scattered(
             "reduce_scatter_tensor",
             group,
             feature,
+            label,
             out,
             tensor,
             lambda: traced.scattered(tensor, op_name(op), group),
         )
-    return collectives.reduce_scatter_tensor(out, tensor, op, group, feature=feature, is_waited=is_waited)
+    return collectives.reduce_scatter_tensor(
+        out, tensor, op, group, feature=feature, label=label, is_waited=is_waited
+    )
 
 
 def exchanged(
@@ -90,6 +115,7 @@ def exchanged(
     group: ProcessGroup | None = None,
     *,
     feature: str = "user",
+    label: str = "",
 ) -> Handle[torch.Tensor]:
     """What each rank gives this one, one after the other, of a flat tensor of which each rank gets a part."""
     group = resolve_group(group)
@@ -99,11 +125,14 @@ def exchanged(
             "all_to_all_single",
             group,
             feature,
+            label,
             out,
             flat,
             lambda: traced.exchanged(flat, list(output_splits), list(input_splits), group),
         )
-    return collectives.all_to_all_single(out, flat, output_splits, input_splits, group, feature=feature)
+    return collectives.all_to_all_single(
+        out, flat, output_splits, input_splits, group, feature=feature, label=label
+    )
 
 
 def done(result: torch.Tensor) -> Handle[torch.Tensor]:
@@ -114,13 +143,20 @@ def done(result: torch.Tensor) -> Handle[torch.Tensor]:
 
 
 def _is_watched() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling():
+        return True
+    # A mode of weft's own (a plan's) hears of collectives at the group, where they are called in any run.
+    return any(
+        not hasattr(torch._C._get_dispatch_stack_at(at), "lets_collectives_pass")
+        for at in range(torch._C._len_torch_dispatch_stack())
+    )
 
 
 def _launch_functional(
     op: str,
     group: ProcessGroup,
     feature: str,
+    label: str,
     out: torch.Tensor,
     tensor: torch.Tensor,
     run: Callable[[], torch.Tensor],
@@ -131,4 +167,4 @@ def _launch_functional(
     def start() -> None:
         out.copy_(run())
 
-    return launch_call(op, group, feature, start, out, (tensor,), (out,))
+    return launch_call(op, group, feature, start, out, (tensor,), (out,), label=label)

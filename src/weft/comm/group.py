@@ -71,6 +71,11 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return c10d._get_process_group_store(group)
 
 
+def has_imagined_peers(group: dist.ProcessGroup) -> bool:
+    """Whether the group's other ranks are not there: a plan's, whose large tensors have no values."""
+    return getattr(group, "has_imagined_peers", False)
+
+
 def allocate(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,

@@ -37,6 +37,10 @@ class Ticket(Protocol):
         """The error of a wait that gives up while the collective goes on."""
         ...
 
+    def waits(self, works: Sequence[dist.Work]) -> None:
+        """The calling thread is about to wait for these."""
+        ...
+
     def ended(self, error: BaseException | None, end_secs: float) -> None:
         """The call has ended, at this time of time.perf_counter. May be said more than once."""
         ...
@@ -87,6 +91,8 @@ class Handle(Generic[T]):
             self._mutex.release()
 
     def _wait_for_works(self, timeout: float | None) -> None:
+        if self._ticket is not None:
+            self._ticket.waits(self._works)
         try:
             for work in self._works:
                 if timeout is None:

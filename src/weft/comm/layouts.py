@@ -49,6 +49,7 @@ def launch_move(
     full_size: int | None = None,
     *,
     feature: str = "user",
+    label: str = "",
     is_ours: bool = False,
     is_waited: bool = False,
 ) -> Handle[torch.Tensor]:
@@ -62,7 +63,9 @@ def launch_move(
         return done(local)
     # By type: torch's placements take ten times as long to say what they are instances of.
     if type(have) is Partial and type(want) is Replicate and have.reduce_op == "sum":
-        return all_reduced(local, group=group, feature=feature, is_ours=is_ours, is_waited=is_waited)
+        return all_reduced(
+            local, group=group, feature=feature, label=label, is_ours=is_ours, is_waited=is_waited
+        )
     check_layout(have)
     check_layout(want)
     if isinstance(want, Partial):
@@ -72,14 +75,14 @@ def launch_move(
         )
     if isinstance(have, Partial):
         assert isinstance(want, Shard)
-        return _launch_scatter(local, want.dim % local.ndim, group, feature, is_waited)
+        return _launch_scatter(local, want.dim % local.ndim, group, (feature, label), is_waited)
     if isinstance(have, Shard):
         dim = have.dim % local.ndim
         full_size = local.shape[dim] * group.size() if full_size is None else full_size
         if isinstance(want, Replicate):
-            return _launch_gather(local, dim, full_size, group, feature, is_waited)
+            return _launch_gather(local, dim, full_size, group, (feature, label), is_waited)
         assert isinstance(want, Shard)
-        return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, feature)
+        return _launch_exchange(local, (dim, want.dim % local.ndim), full_size, group, (feature, label))
     assert isinstance(want, Shard)
     part = cut(local, want.dim % local.ndim, group.size(), state_of(group).rank)
     # Memory of its own: who gets it may write to it, and the whole may be freed.
@@ -123,38 +126,44 @@ def _is_layout(layout: Placement) -> bool:
 
 
 def _launch_gather(
-    local: torch.Tensor, dim: int, full_size: int, group: ProcessGroup, feature: str, is_waited: bool
+    local: torch.Tensor,
+    dim: int,
+    full_size: int,
+    group: ProcessGroup,
+    about: tuple[str, str],
+    is_waited: bool,
 ) -> Handle[torch.Tensor]:
-    num_ranks = group.size()
+    (feature, label), num_ranks = about, group.size()
     chunk = -(-full_size // num_ranks)
     padded = pad(local, dim, chunk - local.shape[dim])
     if dim == 0:
-        handle = all_gathered(padded, group, feature=feature, is_waited=is_waited)
+        handle = all_gathered(padded, group, feature=feature, label=label, is_waited=is_waited)
         return handle if full_size == chunk * num_ranks else handle.then(lambda row: row[:full_size])
-    handle = all_gathered(padded.unsqueeze(0), group, feature=feature, is_waited=is_waited)
+    handle = all_gathered(padded.unsqueeze(0), group, feature=feature, label=label, is_waited=is_waited)
     return handle.then(lambda pile: pile.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, full_size))
 
 
 def _launch_scatter(
-    full: torch.Tensor, dim: int, group: ProcessGroup, feature: str, is_waited: bool
+    full: torch.Tensor, dim: int, group: ProcessGroup, about: tuple[str, str], is_waited: bool
 ) -> Handle[torch.Tensor]:
+    feature, label = about
     num_ranks, full_size = group.size(), full.shape[dim]
     chunk = -(-full_size // num_ranks)
     own_size = chunk_sizes(full_size, num_ranks)[state_of(group).rank]
     padded = pad(full, dim, chunk * num_ranks - full_size)
     if dim == 0:
-        handle = reduce_scattered(padded, group=group, feature=feature, is_waited=is_waited)
+        handle = reduce_scattered(padded, group=group, feature=feature, label=label, is_waited=is_waited)
         return handle if own_size == chunk else handle.then(lambda row: row[:own_size])
     pile = padded.unflatten(dim, (num_ranks, chunk)).movedim(dim, 0)
-    handle = reduce_scattered(pile, group=group, feature=feature, is_waited=is_waited)
+    handle = reduce_scattered(pile, group=group, feature=feature, label=label, is_waited=is_waited)
     return handle.then(lambda part: part[0].narrow(dim, 0, own_size))
 
 
 def _launch_exchange(
-    local: torch.Tensor, dims: tuple[int, int], full_size: int, group: ProcessGroup, feature: str
+    local: torch.Tensor, dims: tuple[int, int], full_size: int, group: ProcessGroup, about: tuple[str, str]
 ) -> Handle[torch.Tensor]:
     """From chunks along the first of the dims to chunks along the second."""
-    given_dim, wanted_dim = dims
+    (given_dim, wanted_dim), (feature, label) = dims, about
     num_ranks, rank = group.size(), state_of(group).rank
     wanted_sizes = chunk_sizes(local.shape[wanted_dim], num_ranks)
     pieces = local.split(wanted_sizes, wanted_dim)
@@ -165,7 +174,7 @@ def _launch_exchange(
         shapes.append(shape)
     numels = [math.prod(shape) for shape in shapes]
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    handle = exchanged(flat, numels, [piece.numel() for piece in pieces], group, feature=feature)
+    handle = exchanged(flat, numels, [piece.numel() for piece in pieces], group, feature=feature, label=label)
 
     def assemble(received: torch.Tensor) -> torch.Tensor:
         parts = received.split(numels)

@@ -4,21 +4,27 @@ Times are of the host (time.perf_counter, one clock for all processes of a machi
 An event is written when the rank waits for its collective (or its future completes).
 Its end is when the collective was done, on the local group; other backends don't tell,
 so there it is when the rank found out. Handles that nobody waits for leave no event.
+
+A rank stands still for a collective from `wait_start_secs` to its end. A hook's collectives are
+waited for by another thread, and the rank goes on: whoever waits for the hook says so (`stand_for`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.call import Call, current_watchers, install_watcher, remove_watcher
 from weft.comm.group import state_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,13 @@ class Event:
     start_secs: float
     end_secs: float
     error: str | None = None
+    label: str = ""  # what it is about: "bucket 2", a module's fqn
+    wait_start_secs: float | None = None  # when the rank began to stand still for it; None: it did not
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it is no collective but something that a feature noted: a reshard, say."""
+        return not self.site
 
 
 class Events(list[Event]):
@@ -63,16 +76,36 @@ class _Recorder:
         self.events = Events()
         self._rank = rank
         self._mutex = threading.Lock()
-        self._starts: dict[int, float] = {}
+        self._started: dict[int, tuple[Call, float]] = {}
+        self._stood_for: str | None = None  # the label of what the rank waits for, while other threads run it
+
+    def is_for(self, rank: int) -> bool:
+        """Whether this rank's calls are recorded."""
+        return self._rank is None or rank == self._rank
 
     def started(self, call: Call) -> None:
-        if self._rank is None or call.rank == self._rank:
-            self._starts[id(call)] = time.perf_counter()
+        if self.is_for(call.rank):
+            now = time.perf_counter()
+            self._started[id(call)] = call, now
+            if call.label and call.label == self._stood_for:
+                call.stand.start_secs = now
+
+    def stand(self, label: str | None) -> None:
+        """The rank begins to stand still for calls of this label, those that are under way and later ones."""
+        self._stood_for = label
+        now = time.perf_counter()
+        for call, _ in list(self._started.values()):
+            if call.label and call.label == label and call.stand.start_secs is None:
+                call.stand.start_secs = now
 
     def finished(self, call: Call, error: BaseException | None, end_secs: float) -> None:
-        start_secs = self._starts.pop(id(call), None)
-        if start_secs is None:
+        started = self._started.pop(id(call), None)
+        if started is None:
             return
+        start_secs = started[1]
+        wait_start_secs = call.stand.start_secs
+        if wait_start_secs is not None and wait_start_secs > end_secs:
+            wait_start_secs = None  # it was done when the rank came to wait
         state = state_of(call.group)
         event = Event(
             op=call.op,
@@ -89,11 +122,13 @@ class _Recorder:
             start_secs=start_secs,
             end_secs=end_secs,
             error=None if error is None else f"{type(error).__name__}: {error}",
+            label=call.label,
+            wait_start_secs=wait_start_secs,
         )
         self.add(event)
 
     def add(self, event: Event) -> None:
-        if self._rank is None or event.rank == self._rank:
+        if self.is_for(event.rank):
             with self._mutex:
                 self.events.append(event)
 
@@ -128,9 +163,25 @@ def note(
         site="",
         start_secs=now if start_secs is None else start_secs,
         end_secs=now,
+        label=detail,
     )
     for recorder in recorders:
         recorder.add(event)
+
+
+def stand_for(label: str, group: dist.ProcessGroup, wait: Callable[[], T]) -> T:
+    """Wait for calls of this label that another thread launches and waits for: the rank stands still."""
+    if not current_watchers():
+        return wait()
+    rank = state_of(group).global_rank
+    recorders = [found for found in current_watchers() if isinstance(found, _Recorder) and found.is_for(rank)]
+    for recorder in recorders:
+        recorder.stand(label)
+    try:
+        return wait()
+    finally:
+        for recorder in recorders:
+            recorder.stand(None)
 
 
 @contextmanager

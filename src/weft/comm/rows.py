@@ -26,17 +26,31 @@ _beside: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKey
 
 
 def exchange_rows(
-    row: Sequence[int], group: ProcessGroup | None = None, *, feature: str = "user", name: str = ""
+    row: Sequence[int],
+    group: ProcessGroup | None = None,
+    *,
+    feature: str = "user",
+    name: str = "",
+    label: str = "",
 ) -> list[list[int]]:
     """Every rank's integers, by rank. All ranks give equally many, and wait for each other.
 
-    `name` says what they are about, in records and errors; it must agree between ranks.
+    `name` says what they are about, in records and errors; it must agree between ranks. `label` stands in its
+    place as the label of records.
     """
     group = resolve_group(group)
     mine = torch.tensor(row, dtype=torch.int64)
     rows = mine.repeat(group.size(), 1)
     handle = launch_call(
-        "exchange_rows", group, feature, lambda: _start(rows, mine, group), rows, (mine,), (rows,), name
+        "exchange_rows",
+        group,
+        feature,
+        lambda: _start(rows, mine, group),
+        rows,
+        (mine,),
+        (rows,),
+        name,
+        label=label or name,
     )
     return handle.wait().tolist()
 

@@ -47,7 +47,9 @@ def all_gather_spread(
     _check("all_gather_spread", "shard", shard, spread.shard_numel, shard.dtype)
     _check_ranks("all_gather_spread", spread, group)
     call = _Gather(whole.data, shard.data, spread, group)
-    handle = launch_call("all_gather_spread", group, feature, call.start, whole, (shard,), (whole,), name)
+    handle = launch_call(
+        "all_gather_spread", group, feature, call.start, whole, (shard,), (whole,), name, label=name
+    )
     return handle.then(call.finish) if call.has_end else handle
 
 
@@ -81,6 +83,7 @@ def reduce_scatter_spread(
         (_all_given(spread, out),),
         (out,),
         f"{op_name(op)}, {name}" if name else op_name(op),
+        label=name,
     )
     return handle.then(call.finish) if call.has_end else handle
 

@@ -20,7 +20,7 @@ from weft.tensors import dense_strides
 class GradBucket:
     """Gradients that travel together, as one flat buffer (or one sparse tensor)."""
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters", "_sharers", "_wanted")
+    __slots__ = ("_buffer", "_index", "_is_last", "_offsets", "_parameters", "_sharers", "_wanted", "label")
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class GradBucket:
         self._is_last = is_last
         self._wanted = wanted
         self._sharers = sharers
+        self.label = f"bucket {index}"  # in records
 
     def index(self) -> int:
         """The bucket's place in the order in which buckets are reduced, from 0."""
@@ -62,7 +63,7 @@ class GradBucket:
         return self._with(self._buffer, None)
 
     def _with(self, buffer: torch.Tensor, wanted: tuple[int, int] | None) -> GradBucket:
-        return GradBucket(
+        other = GradBucket(
             self._index,
             buffer,
             self._parameters,
@@ -71,6 +72,8 @@ class GradBucket:
             wanted=wanted,
             sharers=self._sharers,
         )
+        other.label = self.label
+        return other
 
     def wanted(self) -> tuple[int, int] | None:
         """Which of how many equal parts of the buffer this rank needs; None: all of it.

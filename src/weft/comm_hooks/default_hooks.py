@@ -80,7 +80,7 @@ def _average_as(
     compressed, feature = narrow_quotients(buffer, group.size(), dtype), feature_of(bucket)
 
     def launch() -> comm.Handle[torch.Tensor]:
-        return comm.all_reduce(compressed, group=group, feature=feature)
+        return comm.all_reduce(compressed, group=group, feature=feature, label=bucket.label)
 
     if torch.compiler.is_compiling():
         return buffer.copy_(launch().wait())  # type: ignore[return-value]  (a graph has no futures)
@@ -89,7 +89,7 @@ def _average_as(
 
     def launch_part() -> comm.Handle[torch.Tensor]:
         part = bucket.wanted_part(compressed)
-        return comm.reduce_scatter_tensor(part, compressed, group=group, feature=feature)
+        return comm.reduce_scatter_tensor(part, compressed, group=group, feature=feature, label=bucket.label)
 
     def widen_part(done: Future[torch.Tensor]) -> torch.Tensor:
         # Narrow numbers in the buffer's own memory: only the first part lies where its narrow one does.

@@ -40,6 +40,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.futures import Future
 
 from weft import comm
+from weft.comm.call import stand_aside
 from weft.errors import StateError
 
 T = TypeVar("T")
@@ -55,6 +56,9 @@ def run_in_order(group: ProcessGroup, tensor: torch.Tensor, body: Callable[[], T
 
     `tensor` is what the body works on: its device says whether streams matter.
     """
+    aside: Callable[[Callable[[], T]], T] | None = getattr(group, "run_aside", None)
+    if aside is not None:  # a plan's group, which has no other thread to run it on
+        return completed(aside(body), tensor)
     return queue_of(group).submit(tensor, body)
 
 
@@ -164,6 +168,7 @@ class BodyQueue:
         return self._thread is threading.current_thread()
 
     def _serve(self) -> None:
+        stand_aside()
         while True:
             with self._changed:
                 is_called = self._changed.wait_for(lambda: self._tasks or self._is_closing, _LINGER_SECS)

@@ -46,11 +46,12 @@ def launch_bucket_mean(bucket: GradBucket, group: ProcessGroup) -> comm.Handle[t
     """Start to leave the mean in the bucket's buffer, as far as it is wanted."""
     buffer, feature = bucket.buffer(), feature_of(bucket)
     if not is_scattered(bucket, group) or not is_divisible(buffer):
-        return launch_mean(buffer, group, feature)
+        return launch_mean(buffer, group, feature, bucket.label)
     whole, part = buffer.div_(group.size()), bucket.wanted_part()
     if buffer.is_complex():
         whole, part = torch.view_as_real(whole), torch.view_as_real(part)
-    return comm.reduce_scatter_tensor(part, whole, group=group, feature=feature).then(lambda _: buffer)
+    handle = comm.reduce_scatter_tensor(part, whole, group=group, feature=feature, label=bucket.label)
+    return handle.then(lambda _: buffer)
 
 
 def is_divisible(tensor: torch.Tensor) -> bool:
@@ -59,15 +60,15 @@ def is_divisible(tensor: torch.Tensor) -> bool:
 
 
 def launch_mean(
-    tensor: torch.Tensor, group: ProcessGroup, feature: str = FEATURE
+    tensor: torch.Tensor, group: ProcessGroup, feature: str = FEATURE, label: str = ""
 ) -> comm.Handle[torch.Tensor]:
     """Start an all-reduce that leaves the mean in the tensor, dense or sparse."""
     size = group.size()
     if is_divisible(tensor):
         # Divided first: a sum of many 16-bit numbers overflows before its mean does.
         tensor.div_(size)
-        return comm.all_reduce(tensor, group=group, feature=feature)
-    total = comm.all_reduce(tensor, group=group, feature=feature)
+        return comm.all_reduce(tensor, group=group, feature=feature, label=label)
+    total = comm.all_reduce(tensor, group=group, feature=feature, label=label)
     return total.then(lambda sums: sums.copy_(torch.div(sums, size, rounding_mode="trunc")))
 
 

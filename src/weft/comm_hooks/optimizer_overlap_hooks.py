@@ -109,7 +109,9 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> GradHook:
             return reduced
 
         group = _group_of(state)
-        return launch_in_order(group, buffer, lambda: launch_mean(buffer, group)).then(step)
+        return launch_in_order(group, buffer, lambda: launch_mean(buffer, group, label=bucket.label)).then(
+            step
+        )
 
     # Data parallel modules step carried optimizers themselves, unless their hook does.
     vars(apply_optim_in_backward_hook)["steps_optimizers"] = True

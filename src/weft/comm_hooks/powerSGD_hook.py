@@ -108,7 +108,8 @@ def _reduce_factors(
     for q, matrix, p in zip(qs, matrices, ps, strict=True):
         orthonormalize(q, state.orthogonalization_epsilon)
         multiply(matrix, q, p)
-    comm.all_reduce(p_memory, group=group, feature=feature_of(bucket)).wait()
+    feature, label = feature_of(bucket), bucket.label
+    comm.all_reduce(p_memory, group=group, feature=feature, label=label).wait()
 
     # Q of the step before stays until the new one is known to point somewhere.
     old_qs = [q.clone() for q in qs]
@@ -117,7 +118,7 @@ def _reduce_factors(
         multiply(matrix.transpose(1, 2), p, q)
     q_memory = state.q_memory_dict[bucket.index()]
     if plan.factors:
-        comm.all_reduce(q_memory, group=group, feature=feature_of(bucket)).wait().div_(group.size())
+        comm.all_reduce(q_memory, group=group, feature=feature, label=label).wait().div_(group.size())
 
     gradients = bucket.pieces()
     for factor, p, q, old_q in zip(plan.factors, ps, qs, old_qs, strict=True):
@@ -190,6 +191,7 @@ def _average_as_square(state: PowerSGDState, bucket: GradBucket, group: ProcessG
     whole = GradBucket(
         bucket.index(), mean, [mean.view(side, side)], is_last=bucket.is_last(), sharers=bucket.sharers()
     )
+    whole.label = bucket.label
     _reduce_factors(state, whole, group, plan, [corrected.view(side, side)])
     buffer.copy_(mean[: buffer.numel()])
     if state.use_error_feedback:

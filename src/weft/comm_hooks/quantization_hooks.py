@@ -160,7 +160,9 @@ class _Exchange:
             # The means are exchanged. On gloo this takes half as long as an all-gather.
             self._all_to_all(means.narrow(0, self._peers[0] * num_bytes, num_bytes), mean)
         else:
-            comm.all_gather_into_tensor(means, mean, self._group, feature=self._feature).wait()
+            comm.all_gather_into_tensor(
+                means, mean, self._group, feature=self._feature, label=self._bucket.label
+            ).wait()
         codec.restore(means, buffer, self._peers)
         return buffer
 
@@ -184,7 +186,13 @@ class _Exchange:
 
     def _all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         comm.all_to_all_single(
-            out, tensor, self._splits, self._splits, self._group, feature=self._feature
+            out,
+            tensor,
+            self._splits,
+            self._splits,
+            self._group,
+            feature=self._feature,
+            label=self._bucket.label,
         ).wait()
 
     def _take(self, name: str, num_messages: int) -> torch.Tensor:

@@ -65,16 +65,16 @@ def _first_difference(first: int, ours: list[str], rank: int, theirs: list[str])
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int, group: ProcessGroup) -> None:
+def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int, group: ProcessGroup, label: str) -> None:
     """Give every rank the values of rank `src` of the group, in few flat messages."""
     root = state_of(group).ranks[src]
     is_root = state_of(group).rank == src
     for batch in batch_by_dtype((tensor.detach() for tensor in tensors), BROADCAST_BYTES):
         if len(batch) == 1 and batch[0].is_contiguous():
-            comm.broadcast(batch[0], root, group, feature=FEATURE).wait()
+            comm.broadcast(batch[0], root, group, feature=FEATURE, label=label).wait()
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-        comm.broadcast(flat, root, group, feature=FEATURE).wait()
+        comm.broadcast(flat, root, group, feature=FEATURE, label=label).wait()
         if not is_root:
             parts = flat.split([tensor.numel() for tensor in batch])
             copy_all(batch, [part.view(one.shape) for part, one in zip(parts, batch, strict=True)])

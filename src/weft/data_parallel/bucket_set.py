@@ -104,7 +104,13 @@ def agree_on_order(
     order = torch.tensor([*came, *missing], device=device)
     if group.size() > 1:
         first = state_of(group).ranks[0]
-        wait_for(launch_plain(group, order, lambda: comm.broadcast(order, first, group, feature=FEATURE)))
+        wait_for(
+            launch_plain(
+                group,
+                order,
+                lambda: comm.broadcast(order, first, group, feature=FEATURE, label="bucket order"),
+            )
+        )
     return order.tolist()
 
 
@@ -115,7 +121,9 @@ def agree_on_used(is_used: Sequence[bool], reduction: Reduction, device: torch.d
         return list(is_used)
     own = [*is_used, reduction.mark(torch.int32)]
     marks = torch.tensor(own, dtype=torch.int32, device=device)
-    pending = launch_plain(group, marks, lambda: comm.all_reduce(marks, group=group, feature=FEATURE))
+    pending = launch_plain(
+        group, marks, lambda: comm.all_reduce(marks, group=group, feature=FEATURE, label="used parameters")
+    )
     *used, total = wait_for(pending).tolist()
     reduction.check_step(total, torch.int32)
     return [count > 0 for count in used]

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from weft import comm
 from weft.comm.group import state_of
+from weft.comm.record import stand_for
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.in_order import is_busy, launch_in_order
 from weft.comm_hooks.mean import only_tensor
@@ -65,6 +66,7 @@ class Bucket(ABC):
         self.plan = plan
         self._members = members
         self._index = index
+        self._label = f"bucket {index}"
         self._is_last = is_last
         self._has_dtensors = any(member.whole is not None for member in members)
         self.used: Sequence[bool] = ()  # by this rank, since the last reduction; known when it has collected
@@ -107,10 +109,12 @@ class Bucket(ABC):
         """Wait for what was launched, if anything, and forget it."""
         self._wait()
 
-    def _wait(self) -> torch.Tensor | None:
+    def _wait(self, group: ProcessGroup | None = None) -> torch.Tensor | None:
         """What the reduction brought, if one was launched."""
         pending, self._pending = self._pending, None
-        return None if pending is None else wait_for(pending)
+        if pending is None or group is None or isinstance(pending, comm.Handle):
+            return None if pending is None else wait_for(pending)
+        return stand_for(self._label, group, lambda: wait_for(pending))
 
     def _call_hook(self, reduction: Reduction, buffer: torch.Tensor) -> Future[torch.Tensor]:
         if self._has_dtensors:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.comm.group import has_imagined_peers
 from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.buckets import Bucket, Reduction, launch_plain
 from weft.data_parallel.flat_gradients import FlatGradients, is_view_of_bucket
@@ -101,14 +102,16 @@ class DenseBucket(Bucket):
             self._pending = self._call_hook(reduction, self.gradients.payload)
         else:
             self._pending = launch_plain(
-                group, flat, lambda: comm.all_reduce(flat, group=group, feature=FEATURE)
+                group, flat, lambda: comm.all_reduce(flat, group=group, feature=FEATURE, label=self._label)
             )
 
     @torch.no_grad()
     def finish(self, reduction: Reduction) -> None:
-        result = self._wait()
+        result = self._wait(reduction.group)
         if reduction.hook is not None and result is not None:
             self._take(result)
+            return
+        if has_imagined_peers(reduction.group):
             return
         total = self.gradients.sum_of_step_marks(reduction.group.size())
         if total is not None:

@@ -150,14 +150,19 @@ class FlatGradients:
 
     def sum_of_step_marks(self, num_ranks: int) -> float | None:
         """What the ranks' step marks came to; None where it can't be told without a price, or exactly."""
-        # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
-        if not self._on_cpu or (self.flat.dtype.itemsize <= 2 and num_ranks > 32):
-            return None
-        return self._step_mark.item().real
+        return sum_of_step_marks(self._step_mark, num_ranks)
 
     def used_anywhere(self) -> list[bool]:
         """After the reduction: which parameters some rank has used."""
         return [mark > 0 for mark in self._marks.abs().tolist()]
+
+
+def sum_of_step_marks(mark: torch.Tensor, num_ranks: int) -> float | None:
+    """The number in a reduced step mark; None where it can't be told without a price, or exactly."""
+    # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
+    if not mark.is_cpu or (mark.dtype.itemsize <= 2 and num_ranks > 32):
+        return None
+    return mark.item().real
 
 
 def is_view_of_bucket(grad: torch.Tensor) -> bool:

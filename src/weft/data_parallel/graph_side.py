@@ -35,6 +35,7 @@ from weft.compiler import (
 from weft.data_parallel.bucket_set import agree_on_used
 from weft.data_parallel.buckets import Reduction, call_hook
 from weft.data_parallel.dense import DenseBucket
+from weft.data_parallel.flat_gradients import sum_of_step_marks
 from weft.data_parallel.module_parts import ModuleParts
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.reducer import Reducer
@@ -170,7 +171,9 @@ class GraphSide:
         """It has reduced."""
         if self._reducer.hook is None:
             for plan, marks in zip(self._reducer.buckets.plan, reduced, strict=True):
-                _check_marks(self._reduction, marks, plan.dtype)
+                total = sum_of_step_marks(marks[-1:], self._reduction.group.size())
+                if total is not None:
+                    self._reduction.check_step(total, plan.dtype)
         self._close()
 
     def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
@@ -209,11 +212,11 @@ class GraphSide:
         if reducer.hook is not None:
             agree_on_used([True] * len(self.params), self._reduction, self.params[0].device)
         self._begun = None
-        reducer.expected.is_open = (
-            reducer.expected.graph_backward is not None
-        )  # else autograd hands over nothing
+        expected, before = reducer.expected, reducer.buckets
+        expected.is_open = expected.graph_backward is not None  # else autograd hands over nothing
         reducer.end_in_graph(self._order)
-        self.refresh()
+        if reducer.buckets is not before:
+            self.refresh()
 
     def leave(self) -> None:
         """A graph has gradients of the module and doesn't reduce them."""
@@ -226,10 +229,14 @@ class GraphSide:
         self._check_same(index)
         if reducer.hook is None:
             return comm.all_reduce(
-                gradient * (1.0 / reducer.group.size()), group=reducer.group, feature=FEATURE
+                gradient * (1.0 / reducer.group.size()),
+                group=reducer.group,
+                feature=FEATURE,
+                label=reducer.members[index].spec.name,
             ).wait()
         flat = gradient.reshape(-1).clone()
         bucket = GradBucket(index, flat, [self.params[index]], is_last=index == 0)
+        bucket.label = reducer.members[index].spec.name
         mean = only_tensor(call_hook(reducer.make_reduction(), bucket).wait())
         return mean.reshape(gradient.shape).to(gradient.dtype)
 
@@ -260,12 +267,6 @@ def _make_arrival(expected: Expectation) -> Callable[[torch.Tensor, int], None]:
             expected.has_unsynced = True
 
     return arrive
-
-
-def _check_marks(reduction: Reduction, marks: torch.Tensor, dtype: torch.dtype) -> None:
-    # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
-    if marks.device.type == "cpu" and (dtype.itemsize > 2 or reduction.group.size() <= 32):
-        reduction.check_step(marks[-1].item(), dtype)
 
 
 def _later(ref: weakref.ref[GraphSide], method: Callable[[GraphSide], None]) -> Callable[[Any], None]:

@@ -135,7 +135,9 @@ def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
     group, divisor = reducer.group, reducer.find_divisor()  # which may be others than at the start
     buffer = bucket.buffer()
     low = buffer / divisor if not is_lossy_safe(buffer) else buffer.to(dtype).div_(divisor)
-    return launch_in_order(group, low, lambda: comm.all_reduce(low, group=group, feature=FEATURE))
+    return launch_in_order(
+        group, low, lambda: comm.all_reduce(low, group=group, feature=FEATURE, label=bucket.label)
+    )
 
 
 def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

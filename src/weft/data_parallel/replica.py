@@ -99,7 +99,7 @@ class Replica:
         """Give every rank the parameters, and the buffers, of one."""
         if self.group.size() > 1:
             buffers = self.parts.buffers() if with_buffers else []
-            broadcast_tensors([*self.parts.states(), *buffers], src, self.group)
+            broadcast_tensors([*self.parts.states(), *buffers], src, self.group, "initial state")
 
     # Around forward
 
@@ -163,7 +163,7 @@ class Replica:
         # A graph that is still to be run backward may hold a buffer. What it needs of it is what the
         # module wrote there itself, without telling autograd, as BatchNorm does with its statistics.
         with unseen_by_autograd(buffers):
-            broadcast_tensors(buffers, src, self.group)
+            broadcast_tensors(buffers, src, self.group, "buffers")
 
     def after_forward(self, output: Any) -> Any:
         """Listen for the backward of this output."""
@@ -213,7 +213,7 @@ class Replica:
         for module, name in self.parts.buffer_slots:
             buffer = module._buffers[name]
             if buffer is not None:
-                comm.broadcast(buffer, first, self.group, feature=FEATURE).wait()
+                comm.broadcast(buffer, first, self.group, feature=FEATURE, label="buffers").wait()
 
     def _after_traced_forward(self) -> None:
         if self.graph.is_inside:

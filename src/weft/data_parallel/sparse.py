@@ -41,10 +41,12 @@ class SparseBucket(Bucket):
         if reduction.hook is not None:
             self._pending = self._call_hook(reduction, grad)
         else:
-            self._pending = launch_plain(group, grad, lambda: mean_sparse(grad, reduction.divisor, group))
+            self._pending = launch_plain(
+                group, grad, lambda: mean_sparse(grad, reduction.divisor, group, self._label)
+            )
 
     def finish(self, reduction: Reduction) -> None:
-        mean = self._wait()
+        mean = self._wait(reduction.group)
         if mean is None:
             raise InternalError("a sparse bucket was to finish before it was launched")
         self._grad = mean
@@ -76,8 +78,10 @@ def no_entries(param: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False).coalesce()
 
 
-def mean_sparse(grad: torch.Tensor, divisor: int, group: ProcessGroup) -> comm.Handle[torch.Tensor]:
+def mean_sparse(
+    grad: torch.Tensor, divisor: int, group: ProcessGroup, label: str = ""
+) -> comm.Handle[torch.Tensor]:
     """Sum a coalesced sparse tensor over the group and divide it. The entries of ranks may differ."""
     with torch.no_grad():
         part = grad / divisor
-    return comm.all_reduce(part, group=group, feature=FEATURE)
+    return comm.all_reduce(part, group=group, feature=FEATURE, label=label)

@@ -247,7 +247,8 @@ class Conductor:
     def _exchange(self, row: list[int]) -> list[list[int]]:
         rows = [row]
         for group in self._data.groups:
-            told = comm.exchange_rows([number for part in rows for number in part], group, feature="fsdp")
+            numbers = [number for part in rows for number in part]
+            told = comm.exchange_rows(numbers, group, feature="fsdp", label="order of collectives")
             rows = [part[at : at + len(row)] for part in told for at in range(0, len(part), len(row))]
         return rows
 

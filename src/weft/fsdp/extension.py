@@ -76,7 +76,9 @@ class ExtendedParam:
             for out, tensor in zip(outs, flat, strict=True):
                 out.copy_(tensor)
             return None
-        handle = comm.all_gather_into_tensor_coalesced(outs, flat, self._data.shard_group, feature=FEATURE)
+        handle = comm.all_gather_into_tensor_coalesced(
+            outs, flat, self._data.shard_group, feature=FEATURE, label=name
+        )
         return handle.followed()
 
     def _ask(self, param: ShardedParam) -> tuple[Any, Any]:

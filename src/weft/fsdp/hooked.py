@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft import comm
+from weft.comm.record import stand_for
 from weft.comm_hooks import Chain, debugging_hooks
 from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.hook_check import check_hook
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
 
 def reduce_with_hook(
-    batch: Batch, grads: Sequence[torch.Tensor | None], out: torch.Tensor, index: int
+    batch: Batch, grads: Sequence[torch.Tensor | None], out: torch.Tensor, which: tuple[int, str]
 ) -> None:
-    """Fill `out` with this rank's part of what the registered hook makes of the gradients."""
-    batch.settings.comm_hook.reduce(batch, grads, out, index)
+    """Fill `out` with this rank's part of what the registered hook makes of the gradients.
+
+    `which` are the batch's index and its group's name.
+    """
+    batch.settings.comm_hook.reduce(batch, grads, out, which)
 
 
 class RegisteredHook:
@@ -46,12 +50,13 @@ class RegisteredHook:
 
     @torch.no_grad()
     def reduce(
-        self, batch: Batch, grads: Sequence[torch.Tensor | None], out: torch.Tensor, index: int
+        self, batch: Batch, grads: Sequence[torch.Tensor | None], out: torch.Tensor, which: tuple[int, str]
     ) -> None:
         """Fill `out` with this rank's part of what the hook makes of the gradients.
 
         Waits for it: a hook may use the group from a thread of its own, which nobody else may do meanwhile.
         """
+        index, name = which
         layout = self._layouts.get(batch)
         if layout is None:
             layout = self._layouts[batch] = plan_layout(batch)
@@ -72,7 +77,9 @@ class RegisteredHook:
             wanted=(batch.data.shard_rank, layout.num_ranks),
             sharers=layout.sharers,
         )
-        mean = only_tensor(self._hook(self._state, bucket).wait())
+        bucket.label = name
+        future = self._hook(self._state, bucket)
+        mean = only_tensor(stand_for(name, batch.data.groups[0], future.wait))
         if mean.layout is not torch.strided or mean.numel() != buffer.numel():
             raise StateError(
                 f"a gradient hook's future must bring a tensor like the bucket's buffer, of {buffer.numel()} "

@@ -52,7 +52,7 @@ class FSDPModule:
 
         Every rank must call it. With `async_op` it returns at once with a handle; forward waits for it, too.
         """
-        groups = _state_of(self).groups
+        groups = state_of(self).groups
         for group in groups:
             group.prepare()
             check_has_values(group)
@@ -65,7 +65,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the whole parameters and register the sharded ones; sharded modules inside are left alone."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.reshard()
 
     def reset_iter_state(self) -> None:
@@ -74,7 +74,7 @@ class FSDPModule:
         Gradients that were not reduced yet are lost. A forward that failed is noticed by the next one as
         well.
         """
-        state = _state_of(self)
+        state = state_of(self)
         if state.is_root is False:
             raise StateError(
                 "reset_iter_state must be called on the root FSDP module, the one whose forward runs first."
@@ -117,16 +117,16 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather for backward, or not: for modules whose backward needs no parameters, as an embedding's."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.settings.gathers_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Start to gather these modules when this one's forward begins."""
-        _state_of(self).forward_prefetch = _checked_states(modules)
+        state_of(self).forward_prefetch = _checked_states(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Start to gather these modules when backward comes to this one."""
-        _state_of(self).backward_prefetch = _checked_states(modules)
+        state_of(self).backward_prefetch = _checked_states(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Accepted for torch's sake: gatherings are ordered behind the stream that the forward runs on."""
@@ -155,7 +155,7 @@ class FSDPModule:
         """Call the hook with the reduced shard (1-D), before gradients are made of it; it may change it in
         place.
         """
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ConfigError("stream cannot be set when using native HSDP")
             group.settings.all_reduce_hook = hook
@@ -163,7 +163,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by this, not by the number of ranks."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.settings.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -172,7 +172,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only sums in collectives and divide by hand: for backends that have no mean."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.settings.sums_only = enable
 
     def set_reduce_scatter_unused_params(
@@ -186,12 +186,12 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with the user's own all-gather: `comm.allocate` and `comm(...)` are called."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.settings.custom_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with the user's own reduce-scatter: `comm.allocate` and `comm(...)` are called."""
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.settings.custom_reduce = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -231,7 +231,7 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()  # what is moved or cast are the sharded parameters
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in _state_of(self).groups:
+        for group in state_of(self).groups:
             group.prepare()
         return result
 
@@ -249,13 +249,14 @@ class FSDPModule:
         return copy_sharded(cast("nn.Module", self), memo)
 
     def _get_fsdp_state(self) -> ModuleState:
-        return _state_of(self)
+        return state_of(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for torch's sake: gatherings are always asynchronous."""
 
 
-def _state_of(module: Any) -> ModuleState:
+def state_of(module: Any) -> ModuleState:
+    """The state of a module that fully_shard was applied to."""
     state = find_state(module)
     if state is None:
         raise InternalError(f"{type(module).__name__} has the class of a sharded module, and no state.")
@@ -282,4 +283,4 @@ def _checked_states(modules: list[Any]) -> list[ModuleState]:
             raise ConfigError(
                 f"Expects FSDPModule but got {type(module)}: {module}. Apply fully_shard to it first."
             )
-    return [_state_of(module) for module in modules]
+    return [state_of(module) for module in modules]

@@ -17,7 +17,7 @@ from weft.fsdp.mesh import DataMesh
 from weft.fsdp.placement import Placement, local_gradient
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.split import Split
-from weft.tensors import make_dtensor, make_parameter, with_dtype
+from weft.tensors import make_dtensor, make_traceable, with_dtype
 
 
 class ShardedParam:
@@ -112,7 +112,7 @@ class ShardedParam:
         if spec is None:
             self.whole = nn.Parameter(tensor, requires_grad=needs_gradient)
         else:
-            self.whole = make_parameter(tensor, with_dtype(spec, tensor.dtype), requires_grad=needs_gradient)
+            self.whole = make_traceable(tensor, with_dtype(spec, tensor.dtype), requires_grad=needs_gradient)
         self.whole._weft_is_whole = True  # type: ignore[attr-defined]
 
     def point_whole(self, tensor: torch.Tensor) -> None:

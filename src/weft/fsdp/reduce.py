@@ -189,7 +189,7 @@ class Reduction:
         batch = self._batch
         settings = batch.settings
         if settings.comm_hook is not None:
-            reduce_with_hook(batch, grads, self._out, self._index)
+            reduce_with_hook(batch, grads, self._out, (self._index, self._name))
             return None
         if batch.data.shard_size == 1:
             _pack(self._out, grads, batch.spread.shard_starts, batch.spread.numels)
@@ -262,7 +262,11 @@ class Reduction:
             batch.partial, batch.partial_had = None, 0
         if batch.settings.comm_hook is None:
             self._handle = comm.all_reduce(
-                self._out, self._division.op, batch.data.replicate_group, feature=FEATURE
+                self._out,
+                self._division.op,
+                batch.data.replicate_group,
+                feature=FEATURE,
+                label=self._name,
             ).followed()
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ _OBJECT_CALLS = frozenset(
 _TORCH = str(Path(torch.__file__).parent)
 _WEFT = f"{Path(__file__).parent.parent}{os.sep}"
 # Parts of weft through which a call comes whoever made it, and those that call a user's whole program.
-_NEUTRAL = ("comm", "join", "launcher", "testing", "demo")
+_NEUTRAL = ("comm", "join", "launcher", "testing", "training")
 
 
 class Origin(Enum):
