@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.compile_bodies import sharded, sharded_edges
+from tests.compile_bodies import sharded, sharded_edges, sharded_over_split
 from weft.testing.pool import shared_pool
 
 GROUPS = pytest.mark.parametrize("group", ["gloo", "weft"])
@@ -25,6 +25,11 @@ def test_inductor(cap_mb: float | None, group: str) -> None:
 
 def test_custom_root_with_inductor() -> None:
     shared_pool(2).run(sharded.custom_with_inductor, backend="gloo", timeout=240)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_over_tensor_parallel(backend: str) -> None:
+    shared_pool(4).run(sharded_over_split.steps, args=(backend,), backend="gloo", timeout=150)
 
 
 @pytest.mark.parametrize("body", [*sharded.BODIES, *sharded_edges.BODIES])

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from weft.compiler.install import install, mark_in_pipeline
+from weft.compiler.install import install
+from weft.compiler.passes.mark_parameters import mark_noted
 from weft.compiler.pipeline import Work, run_passes
 from weft.errors import ConfigError
 
@@ -63,6 +64,6 @@ def run_graphs(
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
-    mark_in_pipeline(gm.graph)
+    mark_noted(gm.graph)
     gm.recompile()
     return aot_autograd(fw_compiler=finish, bw_compiler=finish)(gm, inputs)

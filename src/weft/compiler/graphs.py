@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,9 +69,25 @@ def last_of(nodes: Iterable[fx.Node], place: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=place.__getitem__)
 
 
-def inputs_of(node: fx.Node) -> Sequence[fx.Node]:
-    """The nodes that this one reads."""
-    return node.all_input_nodes
+def last_placeholder(graph: fx.Graph) -> fx.Node:
+    """The last of the graph's inputs."""
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+
+def reached(
+    starts: Iterable[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]],
+    is_inside: Callable[[fx.Node], bool],
+) -> set[fx.Node]:
+    """All nodes to which a way leads from these, step by step, through nodes that are inside."""
+    found: set[fx.Node] = set()
+    pending = [node for start in starts for node in following(start)]
+    while pending:
+        node = pending.pop()
+        if node not in found and is_inside(node):
+            found.add(node)
+            pending += following(node)
+    return found
 
 
 def needed_after(node: fx.Node, nodes: set[fx.Node]) -> Iterator[fx.Node]:

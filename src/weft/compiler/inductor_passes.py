@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from weft.compiler.ops import owner_of
-from weft.compiler.passes.mark_parameters import mark_parameters
+from weft.compiler.passes.mark_parameters import mark_noted
 from weft.compiler.pipeline import fingerprint, run_passes
 from weft.compiler.tracing import owners_here
 
@@ -41,7 +41,7 @@ class MarkPass(_After):
     """Before autograd is traced: mark what the tracing under way has noted."""
 
     def _run(self, graph: fx.Graph) -> None:
-        mark_parameters(graph, owners_here())
+        mark_noted(graph)
 
 
 class PipelinePass(_After):

@@ -6,11 +6,6 @@ Private names of torch, used here and nowhere else: Inductor's `config.pre_grad_
 
 from __future__ import annotations
 
-from torch import fx
-
-from weft.compiler.passes.mark_parameters import mark_parameters
-from weft.compiler.tracing import owners_here
-
 
 def install() -> None:
     """Run the pipeline over every graph that Inductor compiles from now on. Harmless when called again."""
@@ -23,8 +18,3 @@ def install() -> None:
         users = getattr(config, name)
         if not isinstance(users, kind):
             setattr(config, name, kind(users))
-
-
-def mark_in_pipeline(graph: fx.Graph) -> None:
-    """Mark what the tracing under way has noted."""
-    mark_parameters(graph, owners_here())

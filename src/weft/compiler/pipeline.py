@@ -5,6 +5,7 @@ A pass is a function of the graph and of what is known about it. The last one ve
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections import Counter
@@ -160,10 +161,14 @@ def _count_shards(work: Work) -> None:
 
 def fingerprint() -> str:
     """What a graph that has been through here depends on beside itself, for Inductor's cache."""
+    told = (form_in_force(), settings.bucket_cap_mb, torch.__version__)
+    return hashlib.sha256(repr((_hash_of_sources(), *told)).encode()).hexdigest()
+
+
+@functools.cache
+def _hash_of_sources() -> str:
     sources = sorted(Path(inspect.getfile(run_passes)).parent.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    digest.update(repr((form_in_force(), settings.bucket_cap_mb, torch.__version__)).encode())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def name_of(target: Any) -> str:

@@ -6,6 +6,7 @@ graph as constants, so that a graph that comes from Inductor's cache says the sa
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ def encode_schedule(buckets: Sequence[Bucket], order: Sequence[int]) -> str:
     return json.dumps([rooms, list(order)])
 
 
+@functools.lru_cache(256)  # graphs ask for it at every step
 def decode_schedule(text: str) -> tuple[list[Room], list[int]]:
     """The rooms of the buckets, and the order in which gradients come."""
     rooms, order = json.loads(text)

@@ -53,7 +53,7 @@ def parallelize_module(
     _check_steps(steps, axis)
     ties = _find_ties(module)
     for name, target, style in steps:
-        style.where = _words(name, target)
+        style.where, style.label = _words(name, target), name or type(target).__name__
         style._apply(target, axis.mesh)
         _tie_again(ties)
     return module

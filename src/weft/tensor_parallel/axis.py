@@ -15,9 +15,12 @@ FEATURE = "tp"  # in records
 
 
 class Axis:
-    """A mesh of one axis: its group, how many ranks it has, and which of them this is."""
+    """A mesh of one axis: its group, how many ranks it has, and which of them this is.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    `label` says which module its collectives are about, for records.
+    """
+
+    def __init__(self, mesh: DeviceMesh, label: str = "") -> None:
         if mesh.ndim != 1:
             names = f" It has {', '.join(mesh.mesh_dim_names)}." if mesh.mesh_dim_names else ""
             raise ConfigError(
@@ -25,6 +28,7 @@ class Axis:
                 'slice of it, such as mesh["tp"].'
             )
         self.mesh = mesh
+        self.label = label
         self.group: dist.ProcessGroup = mesh.get_group()
         self.size = self.group.size()
         self.rank = self.group.rank()
@@ -40,7 +44,8 @@ class Axis:
         """
         if self.size == 1:
             return size
-        sizes = [row[0] for row in comm.exchange_rows([size], self.group, feature=FEATURE, name=where)]
+        rows = comm.exchange_rows([size], self.group, feature=FEATURE, name=where, label=self.label)
+        sizes = [row[0] for row in rows]
         whole = sum(sizes)
         if sizes != comm.chunk_sizes(whole, self.size):
             raise ConfigError(
@@ -52,5 +57,5 @@ class Axis:
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # the same ranks, whoever asks
 
-    def __reduce__(self) -> tuple[type, tuple[DeviceMesh]]:
-        return Axis, (self.mesh,)
+    def __reduce__(self) -> tuple[type, tuple[DeviceMesh, str]]:
+        return Axis, (self.mesh, self.label)

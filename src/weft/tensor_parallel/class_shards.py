@@ -41,7 +41,7 @@ class ClassShard:
 
     def launch(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM) -> comm.Handle[torch.Tensor]:
         """Start to reduce what ranks have of each position."""
-        return comm.all_reduced(tensor, op, self.group, feature=FEATURE)
+        return comm.all_reduced(tensor, op, self.group, feature=FEATURE, label="loss")
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,14 @@ def launch(
 ) -> Handle[torch.Tensor]:
     """Start what brings a local tensor from one layout to another."""
     return comm.launch_move(
-        local, *way, axis.group, whole_size, feature=FEATURE, is_ours=is_ours, is_waited=is_waited
+        local,
+        *way,
+        axis.group,
+        whole_size,
+        feature=FEATURE,
+        label=axis.label,
+        is_ours=is_ours,
+        is_waited=is_waited,
     )
 
 

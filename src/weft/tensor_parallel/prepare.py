@@ -54,7 +54,7 @@ class PrepareModuleInput(ParallelStyle):
             check_is_layout(layout)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hook = _InputHook(self, Axis(device_mesh), self.where or type(module).__name__)
+        hook = _InputHook(self, Axis(device_mesh, self.label), self.where or type(module).__name__)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
@@ -89,7 +89,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(
-            _OutputHook(self, Axis(device_mesh), self.where or type(module).__name__)
+            _OutputHook(self, Axis(device_mesh, self.label), self.where or type(module).__name__)
         )
         return module
 
@@ -130,7 +130,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (self.prepare_module_input, self.prepare_module_output):
-            part.where = self.where
+            part.where, part.label = self.where, self.label
             part._apply(module, device_mesh)
         return module
 

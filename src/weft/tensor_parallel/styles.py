@@ -40,6 +40,7 @@ class ParallelStyle(ABC):
 
     src_data_rank: int | None = 0  # set by parallelize_module: whose values parameters get
     where: str = ""  # set by parallelize_module: the module's qualified name, for messages
+    label: str = ""  # the same, for records
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -79,7 +80,7 @@ class SplittingStyle(ParallelStyle):
             check_param(name, param_at(module, name), layout, axis, where)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = Axis(device_mesh)
+        axis = Axis(device_mesh, self.label)
         where = self.where or type(module).__name__
         self.check(module, axis, where)
         made: dict[int, nn.Parameter] = {}  # a parameter may hang in several places

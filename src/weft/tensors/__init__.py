@@ -5,6 +5,7 @@ from weft.tensors.dtensor import (
     make_dtensor,
     make_parameter,
     make_spec,
+    make_traceable,
     shaped_spec,
     with_dtype,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "make_dtensor",
     "make_parameter",
     "make_spec",
+    "make_traceable",
     "map_tensors",
     "plan_spread",
     "shaped_spec",

@@ -69,7 +69,17 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
     """The same as a parameter. nn.Parameter asks the dispatcher of DTensor, which threads can't share."""
-    made: Any = make_dtensor(local, spec).requires_grad_(requires_grad)
+    return _as_parameter(make_dtensor(local, spec), requires_grad=requires_grad)
+
+
+def make_traceable(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """The same for a parameter that compilers see and nobody copies: it says where in memory it lies."""
+    made = _new_dtensor(DTensor, local, spec, requires_grad=False)
+    return _as_parameter(made, requires_grad=requires_grad)
+
+
+def _as_parameter(made: Any, *, requires_grad: bool) -> nn.Parameter:
+    made.requires_grad_(requires_grad)
     made._is_param = True
     return made
 

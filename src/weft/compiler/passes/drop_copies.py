@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from weft.compiler.graphs import reached
 from weft.compiler.ops import END, RECEIVE
-from weft.compiler.passes.wait_late import UNPACKING
+from weft.compiler.passes.wait_late import UNPACKING, unpacking_of
 
 aten: Any = torch.ops.aten
 
@@ -33,7 +34,7 @@ def drop_copies(graph: fx.Graph, launches: list[fx.Node]) -> int:
 
 def _find_needless(launch: fx.Node) -> fx.Node | None:
     """A copy of what the launch brought that can go."""
-    family = _views_of(launch)
+    family = unpacking_of([launch])
     if any(_is_written(user) for node in family for user in node.users):
         return None
     for node in launch.graph.nodes:
@@ -44,53 +45,19 @@ def _find_needless(launch: fx.Node) -> fx.Node | None:
     return None
 
 
-def _views_of(launch: fx.Node) -> set[fx.Node]:
-    """What lies in the memory that a launch brought."""
-    found: set[fx.Node] = set()
-    pending = list(launch.users)
-    while pending:
-        node = pending.pop()
-        if node not in found and node.target in UNPACKING:
-            found.add(node)
-            pending += node.users
-    return found
-
-
 def _is_needed(copy: fx.Node, source: fx.Node, family: set[fx.Node]) -> bool:
     """Whether the copy lies otherwise than what it is of, or is written to, or both are handed out."""
     if copy.meta["val"].stride() != source.meta["val"].stride():
         return True
-    mine = {copy, *_below(copy)}
+    mine = {copy, *unpacking_of([copy])}
     if any(_is_written(user) for node in mine for user in node.users):
         return True
     if not any(user.op == "output" for node in mine for user in node.users):
         return False
-    alike = {source, *(node for node in _below(source) if node in family), *_above(source, family)}
+    above = reached([source], lambda node: node.all_input_nodes, lambda node: node in family)
+    alike = {source, *unpacking_of([source]), *above}
     others = {user for node in alike for user in node.users if user is not copy}
     return any(user.op == "output" for user in others)
-
-
-def _below(node: fx.Node) -> set[fx.Node]:
-    """Views of a node."""
-    found: set[fx.Node] = set()
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        if user.target in UNPACKING and user not in found:
-            found.add(user)
-            pending += user.users
-    return found
-
-
-def _above(node: fx.Node, family: set[fx.Node]) -> set[fx.Node]:
-    """What a node is a view of."""
-    found: set[fx.Node] = set()
-    pending = [below for below in node.all_input_nodes if below in family]
-    while pending:
-        current = pending.pop()
-        found.add(current)
-        pending += [below for below in current.all_input_nodes if below in family]
-    return found
 
 
 def _is_written(user: fx.Node) -> bool:

@@ -7,13 +7,13 @@ no other collective of the graph needs. Collectives inside of the model are neit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from weft.compiler.graphs import LAUNCHES, WAIT, c10d, calls, value_of
+from weft.compiler.graphs import LAUNCHES, WAIT, c10d, calls, reached, value_of
 
 aten: Any = torch.ops.aten
 GATHER: Any = c10d.all_gather_into_tensor.default
@@ -52,23 +52,16 @@ def _is_waited_for(launch: fx.Node) -> bool:
 
 def above(node: fx.Node) -> list[fx.Node]:
     """All that a node needs, inputs of the graph not included, in order."""
-    return _in_order(node.graph, _reached([node], lambda at: at.all_input_nodes))
+    return _in_order(node.graph, reached([node], lambda at: at.all_input_nodes, _is_computed))
 
 
 def below(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """All that needs one of these nodes, the output not included, in order."""
-    return _in_order(nodes[0].graph, _reached(nodes, lambda at: list(at.users)))
+    return _in_order(nodes[0].graph, reached(nodes, lambda at: at.users, _is_computed))
 
 
-def _reached(starts: Sequence[fx.Node], following: Callable[[fx.Node], Sequence[fx.Node]]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [node for start in starts for node in following(start)]
-    while pending:
-        node = pending.pop()
-        if node not in found and node.op not in ("placeholder", "output"):
-            found.add(node)
-            pending += following(node)
-    return found
+def _is_computed(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output")
 
 
 def _in_order(graph: fx.Graph, nodes: set[fx.Node]) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from weft.compiler.graphs import LAUNCHES, last_of, needed_after, places
+from weft.compiler.graphs import LAUNCHES, last_of, last_placeholder, needed_after, places
 
 aten: Any = torch.ops.aten
 # What a launch takes with it: its own packing, which nobody else reads.
@@ -43,7 +43,7 @@ def launch_early(graph: fx.Graph, launches: list[fx.Node]) -> None:
         behind = last_of([*inputs, *([before] if before is not None else [])], place)
         for node in [*needed_after(launch, packing), launch]:
             if behind.op == "placeholder":
-                behind = _last_placeholder(graph)
+                behind = last_placeholder(graph)
             behind.append(node)
             behind = node
         before = launch
@@ -60,10 +60,6 @@ def _packing_of(launch: fx.Node) -> set[fx.Node]:
             found.add(node)
             pending += node.all_input_nodes
     return found
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def launches_in(graph: fx.Graph) -> list[fx.Node]:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from weft.compiler.graphs import last_placeholder
 from weft.compiler.ops import Marked, owner_of
+from weft.compiler.tracing import owners_here
 
 
 def mark_parameters(graph: fx.Graph, owners: Iterable[int]) -> None:
@@ -24,6 +26,11 @@ def mark_parameters(graph: fx.Graph, owners: Iterable[int]) -> None:
         inside = [(index, places[id(param)]) for index, param in owner.parameters() if id(param) in places]
         if inside:
             _mark(graph, number, owner.wire, inside)
+
+
+def mark_noted(graph: fx.Graph) -> None:
+    """The same for the owners that were noted in the tracing under way."""
+    mark_parameters(graph, owners_here())
 
 
 def _places_of_tensors(graph: fx.Graph) -> dict[int, fx.Node]:
@@ -39,8 +46,7 @@ def _places_of_tensors(graph: fx.Graph) -> dict[int, fx.Node]:
 def _mark(graph: fx.Graph, owner: int, wire: str, inside: list[tuple[int, fx.Node]]) -> None:
     indices, nodes = [index for index, _ in inside], [node for _, node in inside]
     users = [(node, list(node.users)) for node in nodes]
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(last_placeholder(graph)):
         marked = graph.call_function(Marked.apply, (owner, wire, indices, *nodes))
     values = [node.meta.get("example_value") for node in nodes]
     marked.meta["example_value"] = tuple(values)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import fx
 
-from weft.compiler.graphs import LAUNCHES, WAIT, calls, places
+from weft.compiler.graphs import LAUNCHES, WAIT, calls, places, reached
 from weft.compiler.ops import BEGIN, END, MARK, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.compiler.passes.find_shards import moved_numels
@@ -58,27 +58,14 @@ def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
     if is_in_buffers:
         is_whole = is_whole and sent == list(range(len(found.buckets)))
     if is_in_graph:
-        is_whole = is_whole and all(_needs(ended[0], launch) for launch in found.launches)
+        needed = reached(ended, lambda node: node.all_input_nodes, lambda _: True)
+        is_whole = is_whole and needed.issuperset(found.launches)
     if not is_whole or not (is_in_graph or is_in_buffers):
         raise InternalError(
             f"{len(found.buckets)} buckets are to be reduced, once each and in order; a graph has "
             f"{len(in_order)} of their {len(found.launches)} reductions, begins {len(begun)} and ends "
             f"{len(ended)}, sends {sent} and receives {len(received)} times."
         )
-
-
-def _needs(node: fx.Node, wanted: fx.Node) -> bool:
-    """Whether a node reads what another brings, directly or through others."""
-    seen: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        for below in pending.pop().all_input_nodes:
-            if below is wanted:
-                return True
-            if below not in seen:
-                seen.add(below)
-                pending.append(below)
-    return False
 
 
 def _check_received(sent: fx.Node) -> None:

@@ -9,12 +9,13 @@ What is in between runs while the collective does.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from weft.compiler.graphs import WAIT, places
+from weft.compiler.graphs import WAIT, reached
 
 aten: Any = torch.ops.aten
 # What may go down together with a wait: views, and casts of what has come.
@@ -34,21 +35,11 @@ UNPACKING: frozenset[Any] = frozenset(
 
 def wait_late(graph: fx.Graph, launches: list[fx.Node]) -> None:
     """Move what follows these launches down to its first use."""
-    moving = _unpacking_of(launches)
-    place = places(graph)
-    for node in sorted(moving, key=place.__getitem__, reverse=True):
+    for node in sorted(unpacking_of(launches), reverse=True):
         if node.users:
-            at = places(graph) if node.target is WAIT else place
-            min(node.users, key=at.__getitem__).prepend(node)
-        place = places(graph)
+            min(node.users).prepend(node)
 
 
-def _unpacking_of(launches: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [user for launch in launches for user in launch.users]
-    while pending:
-        node = pending.pop()
-        if node not in found and node.target in UNPACKING:
-            found.add(node)
-            pending += node.users
-    return found
+def unpacking_of(starts: Iterable[fx.Node]) -> set[fx.Node]:
+    """Waits for launches, and what lies in the memory that they brought; or views of other nodes."""
+    return reached(starts, lambda node: node.users, lambda node: node.target in UNPACKING)
