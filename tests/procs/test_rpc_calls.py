@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rpc_bodies import async_functions, calls, calls_weft, errors, payloads, timeouts
+from tests.rpc_bodies import async_functions, calls, calls_weft, errors, kept_tensors, payloads, timeouts
 from tests.rpc_bodies.running import Body, on_processes
 
 
@@ -17,7 +17,7 @@ from tests.rpc_bodies.running import Body, on_processes
     "bodies",
     [
         [*calls.BODIES, *calls.ON_PROCESSES, *calls_weft.WEFT_ONLY, *calls_weft.PROCESSES_ONLY],
-        [*payloads.BODIES, *payloads.WEFT_ONLY],
+        [*payloads.BODIES, *payloads.WEFT_ONLY, *kept_tensors.BODIES],
         [*errors.BODIES, *errors.WEFT_ONLY],
         [*timeouts.BODIES, *timeouts.WEFT_ONLY],
         [*async_functions.BODIES, *async_functions.WEFT_ONLY],

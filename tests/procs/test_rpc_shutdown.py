@@ -147,7 +147,7 @@ def test_again_and_again_and_nothing_stays() -> None:
                 future.result(20)
             for member in ranks:
                 assert crew[member].do(acts.python_threads) == []
-            num_threads.append(crew[0].do(acts.native_threads))
+            num_threads.append(crew[0].do(acts.native_threads, num_threads[0] if num_threads else 0))
         assert crew[0].do(acts.shared_mappings) == []
         assert crew[0].do(acts.open_files) == files
         assert not any(os.path.exists(path) for path in paths)

@@ -167,8 +167,15 @@ def shared_mappings() -> list[str]:
     return sorted({line.split(maxsplit=5)[5] for line in lines if "/memfd:" in line or "/dev/shm/" in line})
 
 
-def native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def native_threads(wanted: int = 0) -> int:
+    """How many threads this process has; waits a while for them to become as few as wanted.
+
+    The kernel lists a thread until it is quite gone, which on a busy machine is after it was joined.
+    """
+    ends_at = time.monotonic() + 5
+    while (count := len(os.listdir("/proc/self/task"))) > wanted and wanted and time.monotonic() < ends_at:
+        os.sched_yield()
+    return count
 
 
 def make_tracked(key: str) -> Tracked:

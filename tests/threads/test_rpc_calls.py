@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rpc_bodies import async_functions, calls, calls_weft, payloads
+from tests.rpc_bodies import async_functions, calls, calls_weft, kept_tensors, payloads
 from tests.rpc_bodies.running import Body, on_threads
 
 
@@ -14,7 +14,7 @@ def test_calls(body: Body) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("body", [*payloads.BODIES, *payloads.WEFT_ONLY])
+@pytest.mark.parametrize("body", [*payloads.BODIES, *payloads.WEFT_ONLY, *kept_tensors.BODIES])
 def test_payloads(body: Body) -> None:
     on_threads(body)
 

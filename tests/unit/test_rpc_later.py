@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from weft.rpc.later import SOME_TIME_SECS, SOON_SECS, Later
-from weft.rpc.wire import Kind, Message
+from weft.rpc.wire import Kind, Message, encode_message
 
 NOTICE = Message(Kind.CONTROL, 0, 0, 0, b"ended")
 
@@ -19,14 +19,17 @@ class Peer:
     def __init__(self) -> None:
         self.info = Info()
         self.deferred = deque[Any]()
+        self.trailing = deque[Any]()
 
 
 class Links:
     def __init__(self) -> None:
         self.sent: list[bool] = []  # whether quietly
+        self.parts: list[Any] = []
 
     def send(self, peer_id: int, parts: Any, *, is_answer: bool, is_quiet: bool) -> None:
         self.sent.append(is_quiet)
+        self.parts.append(parts)
 
 
 def make() -> tuple[Any, Any, list[float], Links]:
@@ -53,14 +56,38 @@ def test_the_earliest_decides() -> None:
     assert notes[1] < notes[0]
     assert notes[2] == notes[1]
     later.send_due(notes[1])
-    assert links.sent == [False] * 3
+    assert links.sent == [True, True, False]  # one wakes the peer for all
 
 
 def test_what_went_with_another_message_is_not_due_any_more() -> None:
     later, peer, notes, links = make()
     later.add(peer, NOTICE, SOON_SECS)
-    later.send(peer, is_quiet=True)
+    later.send_before(peer)
     later.add(peer, NOTICE, SOME_TIME_SECS)
     assert notes[1] > notes[0]
     assert later.send_due(notes[0]) == notes[1]
     assert links.sent == [True]
+
+
+def test_what_goes_behind_a_message_wakes_its_peer_for_both() -> None:
+    later, peer, _, links = make()
+    later.add(peer, NOTICE, SOME_TIME_SECS, is_behind=True)
+    later.add(peer, NOTICE, SOME_TIME_SECS, is_behind=True)
+    later.send_before(peer)
+    assert links.sent == []
+    later.send_behind(peer, [b"call"], is_answer=False)
+    assert links.parts == [[b"call"], encode_message(NOTICE), encode_message(NOTICE)]
+    assert links.sent == [True, True, False]
+
+
+def test_a_message_with_nothing_behind_it_wakes_its_peer_itself() -> None:
+    later, peer, _, links = make()
+    later.send_behind(peer, [b"call"], is_answer=False)
+    assert links.sent == [False]
+
+
+def test_what_goes_behind_goes_when_it_is_due() -> None:
+    later, peer, notes, links = make()
+    later.add(peer, NOTICE, SOME_TIME_SECS, is_behind=True)
+    assert later.send_due(notes[0]) == float("inf")
+    assert links.sent == [False]

@@ -16,6 +16,7 @@ import copy
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from weft.dist_autograd import api as autograd
 from weft.errors import ConfigError, ConfigTypeError, PeerError, PeerTimeoutError, StateError
-from weft.rpc import RRef, WorkerInfo, rpc_async
+from weft.rpc import RRef, WorkerInfo, get_worker_info, rpc_async
 
 # By the id of the parameter. Only LocalOptimizers hold locks, and they hold the parameters too: an id in here
 # is not another tensor's.
@@ -88,7 +89,10 @@ class DistributedOptimizer:
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], doing: str
     ) -> list[Any]:
         asked = zip(self.remote_optimizers, arguments, strict=True)
-        return _call_owners([(rref.owner(), function, (rref, *args)) for rref, args in asked], doing)
+        calls = [(rref.owner(), function, (rref, *args)) for rref, args in asked]
+        # What is made in inference mode could not be used outside of it; a handler is never in it.
+        own = None if torch.is_inference_mode_enabled() else get_worker_info()
+        return _call_owners(calls, doing, own)
 
 
 def _group_by_owner(params_rref: Iterable[Any]) -> dict[WorkerInfo, list[RRef[Tensor]]]:
@@ -106,24 +110,32 @@ def _group_by_owner(params_rref: Iterable[Any]) -> dict[WorkerInfo, list[RRef[Te
     return by_owner
 
 
-def _call_owners(calls: Iterable[_Call], doing: str) -> list[Any]:
-    """Make calls to several workers at once; their results. Waits for all of them, whatever fails."""
+def _call_owners(calls: Sequence[_Call], doing: str, own: WorkerInfo | None = None) -> list[Any]:
+    """Make calls to several workers at once; their results. Waits for all of them, whatever fails.
+
+    A call to the worker `own` is this thread's to do, while the others do theirs.
+    """
     errors: dict[WorkerInfo, Exception] = {}
-    results: list[Any] = []
-    futures: list[tuple[WorkerInfo, torch.futures.Future[Any]]] = []
-    for owner, function, args in calls:
+    results: dict[int, Any] = {}  # by the place of the call
+    futures: dict[int, torch.futures.Future[Any]] = {}
+
+    def attempt(place: int, found: dict[int, Any], run: Callable[[], Any]) -> None:
         try:
-            futures.append((owner, rpc_async(owner, function, args)))
+            found[place] = run()
         except Exception as error:
-            errors[owner] = error
-    for owner, future in futures:
-        try:
-            results.append(future.wait())
-        except Exception as error:
-            errors[owner] = error
+            errors[calls[place][0]] = error
+
+    for place, (owner, function, args) in enumerate(calls):
+        if owner != own:
+            attempt(place, futures, partial(rpc_async, owner, function, args))
+    for place, (owner, function, args) in enumerate(calls):
+        if owner == own:
+            attempt(place, results, partial(function, *args))
+    for place, future in futures.items():
+        attempt(place, results, future.wait)
     if errors:
-        raise _gather_errors(errors, len(errors) + len(results), doing)
-    return results
+        raise _gather_errors(errors, len(calls), doing)
+    return [results[place] for place in range(len(calls))]
 
 
 def _gather_errors(errors: Mapping[WorkerInfo, Exception], num_owners: int, doing: str) -> PeerError:

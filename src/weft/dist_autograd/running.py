@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.dist_autograd.run import Run
 
 _OPENING_SECS = 10.0
+_FIRST = 2**62  # a node's priority; gradients of leaves alone have more
 
 
 class _Here(threading.local):
@@ -87,7 +88,11 @@ class at_work:
         with _opening:
             _unopened.add(self._run)
         anchor = torch.zeros((), device="cpu", requires_grad=True)
-        return [cast(torch.Tensor, _Open.apply(self._run, anchor))]
+        root = cast(torch.Tensor, _Open.apply(self._run, anchor))
+        # Before all others, whatever number a new thread gives to its first node: a send that waits would
+        # keep it from telling, and the nodes on the GPU from going on.
+        cast(Any, root.grad_fn)._set_sequence_nr(_FIRST)
+        return [root]
 
     def __exit__(self, *_: object) -> None:
         _here.run = self._outer

@@ -36,6 +36,7 @@ from weft.rpc.owned import GlobalId
 from weft.rpc.packing import Packer
 from weft.rpc.peers import Peer
 from weft.rpc.pool import Pool
+from weft.rpc.rref import rebuild_rref
 from weft.rpc.rref_book import RRefBook
 from weft.rpc.secret import derive_keys
 from weft.rpc.serving import Server
@@ -46,7 +47,6 @@ from weft.rpc.workers import Card, WorkerInfo
 logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
-_SPIN_SECS = 0.0001  # where every worker of this host can have a core
 _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
@@ -71,9 +71,11 @@ class Agent:
         self.post = TensorPost(info.id)
         # A worker that takes a dead one's place in a late group must not give out its ids again.
         first_id = secrets.randbits(62) if is_late_group else 0
-        self.book = RRefBook(info.id, first_id, self.tell, self.is_lost, self.let_go)
+        self.book = RRefBook(info.id, first_id, self.tell, self.tell_later, self.is_lost, self.let_go)
         self.tracker = None if tracking.make_tracker is None else tracking.make_tracker(self)
-        self.packer = Packer(self.post, options.allow, self.book.give_back, self.book.undo, self.tracker)
+        self.packer = Packer(
+            self.post, options.allow, self.book.give_back, self.book.undo, rebuild_rref, self.tracker
+        )
         self.directory = Directory(info, options.device_maps, look_up or (lambda _: None))
         self.peers = self.directory.peers
         self.when_lost: list[Callable[[Peer], None]] = []
@@ -141,10 +143,10 @@ class Agent:
     def use_ring(self, peer: Peer) -> None:
         """Go on through shared memory: the peer has opened the ring that this worker offered."""
         neighbours = [other for other in list(self.peers.values()) if other.calling.is_same_host]
-        # Workers that are threads of one process share an interpreter: who spins stops the others.
+        # Workers that are threads of one process share an interpreter: who looks stops the others.
         are_processes = len({other.card.bell[0] for other in neighbours}) == len(neighbours)
         has_cores = len(neighbours) <= len(os.sched_getaffinity(0))
-        self.pool.spin_secs = _SPIN_SECS if are_processes and has_cores else 0.0
+        self.pool.look_before_sleep(is_on=are_processes, has_cores=has_cores)
         last = Message(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(("to ring",)))
         self.links.write_ring(peer.info.id, SegmentName(*peer.card.bell), encode_message(last))
 
@@ -152,7 +154,11 @@ class Agent:
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
     ) -> None:
         parts = encode_parts(kind, self.info.id, call_id, self.epoch, body, buffers or ())
-        self.links.send(peer.info.id, parts, is_answer=kind is Kind.RESULT or kind is Kind.FAILURE)
+        is_answer = kind is Kind.RESULT or kind is Kind.FAILURE
+        if peer.trailing:
+            self._later.send_behind(peer, parts, is_answer=is_answer)
+        else:
+            self.links.send(peer.info.id, parts, is_answer=is_answer)
 
     def send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
@@ -165,7 +171,7 @@ class Agent:
         if not peer.is_linked:
             self.introduce(peer)
         if peer.deferred:
-            self._later.send(peer, is_quiet=True)
+            self._later.send_before(peer)
         self._send(peer, kind, call_id, body, buffers)
 
     def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
@@ -173,11 +179,11 @@ class Agent:
         self._later.add(peer, Message(Kind.RESULT, self.info.id, call_id, self.epoch, body), SOON_SECS)
 
     def tell_later(self, worker_id: int, notice: tuple[Any, ...]) -> None:
-        """Tell another worker something with the next message to it, or soon."""
+        """Tell another worker something right behind the next message to it, or soon."""
         peer = self.peers.get(worker_id)
         if peer is not None and peer.lost is None and not self.is_ended:
-            body = write_notice(notice)
-            self._later.add(peer, Message(Kind.CONTROL, self.info.id, 0, self.epoch, body), SOME_TIME_SECS)
+            message = Message(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(notice))
+            self._later.add(peer, message, SOME_TIME_SECS, is_behind=True)
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker's book something; nothing is done when that worker is gone."""

@@ -9,6 +9,9 @@ Invariant: only the lender turns 0 into 1, under its lock, and only the borrower
 borrower left is not lent again: the tensors may have outlived the worker. Its slab is retired, and the kernel
 frees it with the last process that has it mapped.
 
+A borrower that has no use for a block any more may hand it back in a message, with what it has made of it:
+nothing is copied then. The lender borrows the block from itself, so that one more tensor lives on it.
+
 Slabs are the host's memory here, and a GPU's in device_arena.py.
 """
 
@@ -16,20 +19,23 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PeerError, StateError
 from weft.local import kernel
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
 from weft.rpc.wire import WireError
+from weft.tensors import holder_count, use_count
 
 KEPT_BYTES = 256 << 20
 _SLAB_BYTES = 16 << 20
@@ -39,6 +45,9 @@ _MAX_SLABS = 128  # each takes two file descriptors, and a process has about a t
 _TRIM_SECS = 1.0
 LENT, FREE = 1, 0
 _GONE = -1  # in the place of a borrower that left
+_OWN = -2  # of one that handed the block back: the lender has it
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Place(NamedTuple):
@@ -162,6 +171,22 @@ class Arena:
                     if (slab.page.name.segment_id, index) in wanted:
                         slab.page.memory[index] = FREE
 
+    def reclaim(self, place: Place, peer_id: int) -> Bytes:
+        """The bytes of a block that a peer hands back. It is free when the last user of them is gone.
+
+        Raises WireError for a block that the peer does not have.
+        """
+        with self._mutex:
+            for slab in self._all_slabs():
+                if slab.page.name == place.page and place.flag < slab.num_blocks:
+                    start = slab.data_start + place.flag * slab.block_bytes
+                    is_whole = place.start == start and 0 < place.num_bytes <= slab.block_bytes
+                    is_lent = slab.page.memory[place.flag] == LENT
+                    if is_whole and is_lent and slab.borrowers[place.flag] == peer_id:
+                        slab.borrowers[place.flag] = _OWN
+                        return _borrow(slab.page.memory, place)[0]
+        raise WireError(f"worker {peer_id} hands a block back that it does not have: {place}")
+
     def release_peer(self, peer_id: int) -> None:
         """Stop waiting for the blocks of a peer that died or left."""
         with self._mutex:
@@ -242,12 +267,21 @@ def _empty(slab: Slab) -> None:
     slab.page.memory.madvise(mmap.MADV_REMOVE)
 
 
+class _Loan(NamedTuple):
+    """A block that is in use here."""
+
+    place: Place
+    peer_id: int
+    end: weakref.finalize[Any, Any]
+
+
 class Borrower:
     """Blocks that peers lent, as tensors. Thread-safe."""
 
     def __init__(self) -> None:
         self._segments = MappedSegments()
         self._pids: dict[int, set[int]] = {}  # a peer's processes
+        self._loans: dict[int, _Loan] = {}  # by the address of the block
 
     def page_of(self, place: Place, peer_id: int) -> Segment:
         """The flags of the block's slab. Raises PeerError when its owner is gone."""
@@ -260,14 +294,35 @@ class Borrower:
             segment = self._segments.get(place.page, peer_id)
         return segment
 
-    def borrow(self, place: Place, peer_id: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def borrow(self, place: Place, peer_id: int) -> Bytes:
         """The block's bytes, which may be written to. It goes back when the last user of them is gone."""
         memory = self.page_of(place, peer_id).memory
         if place.start < mmap.PAGESIZE or place.start + place.num_bytes > len(memory):
             raise WireError(f"worker {peer_id} lends a block outside of its memory: {place}")
-        block = np.frombuffer(memory, np.uint8, place.num_bytes, place.start)
-        weakref.finalize(block, _give_back, os.getpid(), memory, place.flag).atexit = False
+        block, end = _borrow(memory, place, self._loans)
+        self._loans[_address_of(block)] = _Loan(place, peer_id, end)
         return block
+
+    def hand_back(self, tensor: torch.Tensor, num_bytes: int, peer_id: int) -> Place | None:
+        """Give a block back to its lender as it is now, to be told in a message; None where that can't be.
+
+        The tensor must be the caller's alone and not be used any more. That nothing else has its memory is
+        seen to here.
+        """
+        loan = self._loans.get(tensor.data_ptr())
+        if loan is None or loan.peer_id != peer_id or loan.place.num_bytes != num_bytes:
+            return None
+        if not _is_alone(tensor) or loan.end.detach() is None:
+            return None
+        del self._loans[tensor.data_ptr()]
+        return loan.place
+
+    def withdraw(self, place: Place, peer_id: int) -> None:
+        """Free a block that was handed back in a message which is not sent."""
+        try:
+            _free(self.page_of(place, peer_id).memory, place.flag)
+        except (PeerError, StateError, OSError):
+            return  # its owner is gone, and knows no flags any more
 
     def release_peer(self, peer_id: int) -> None:
         """Unmap what a peer lent. Tensors on it live on."""
@@ -280,8 +335,47 @@ class Borrower:
             self.release_peer(peer_id)
 
 
-def _give_back(borrower: int, memory: mmap.mmap, index: int) -> None:
+def _borrow(
+    memory: mmap.mmap, place: Place, loans: dict[int, _Loan] | None = None
+) -> tuple[Bytes, weakref.finalize[Any, Any]]:
+    """The bytes of a block, and what frees it when they are gone."""
+    block = np.frombuffer(memory, np.uint8, place.num_bytes, place.start)
+    end = weakref.finalize(block, _give_back, os.getpid(), memory, place.flag, loans, _address_of(block))
+    end.atexit = False
+    return block, end
+
+
+def _address_of(block: Bytes) -> int:
+    return block.__array_interface__["data"][0]
+
+
+def _give_back(
+    borrower: int, memory: mmap.mmap, flag: int, loans: dict[int, _Loan] | None, address: int
+) -> None:
+    if loans is not None:
+        loans.pop(address, None)  # first: once it is free it may be lent to this worker again
     # A forked child drops its copy of the tensor when it ends: the block is still its parent's.
     if os.getpid() == borrower:
-        kernel.fence()  # the block is not free before all reads and writes of it are done
-        memory[index] = FREE
+        _free(memory, flag)
+
+
+def _free(memory: mmap.mmap, flag: int) -> None:
+    kernel.fence()  # the block is not free before all reads and writes of it are done
+    memory[flag] = FREE
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but Python's references holds a plain tensor, and nothing else its memory."""
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return False
+    return _count_holders(tensor) == _count_fresh()
+
+
+def _count_holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    storage = tensor.untyped_storage()  # one object, however often it is asked for
+    return holder_count(tensor), use_count(tensor), sys.getrefcount(storage)
+
+
+@cache
+def _count_fresh() -> tuple[int, int, int]:
+    return _count_holders(torch.frombuffer(bytearray(8), dtype=torch.uint8))

@@ -1,18 +1,20 @@
 """Messages that nobody waits for: they go with the next one to their peer, or soon.
 
 To wake a worker costs more than to send it a message. So what only has to be known some time travels with
-what wakes it anyway.
+what wakes it anyway. What may be known after that goes behind it, so that nobody waits until it is heard.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from weft.errors import PeerError
 from weft.rpc.links import Links
 from weft.rpc.peers import Peer
+from weft.rpc.ring import Part
 from weft.rpc.wire import Message, encode_message
 
 SOON_SECS = 0.001
@@ -28,22 +30,34 @@ class Later:
         self._lock = threading.Lock()
         self._due: dict[Peer, float] = {}  # when what waits for a peer has to go
 
-    def add(self, peer: Peer, message: Message, secs: float) -> None:
-        """Send a message with the next one to that peer, or after so many seconds."""
+    def add(self, peer: Peer, message: Message, secs: float, *, is_behind: bool = False) -> None:
+        """Send a message with the next one to that peer, before it or behind it, or after so many seconds."""
         due = time.monotonic() + secs
         with self._lock:
-            is_alone = not peer.deferred  # what was due before has gone with another message
-            peer.deferred.append(encode_message(message))
+            is_alone = not peer.deferred and not peer.trailing  # what was due before has gone with another
+            (peer.trailing if is_behind else peer.deferred).append(encode_message(message))
             due = self._due[peer] = due if is_alone else min(due, self._due.get(peer, due))
         self._note(due)
 
-    def send(self, peer: Peer, *, is_quiet: bool) -> None:
-        """Send what there is for a peer; quietly, where the next message wakes it anyway."""
+    def send_before(self, peer: Peer) -> None:
+        """Send what goes before the next message, which wakes the peer."""
+        self._send(peer, _take_all(peer.deferred), is_answer=True, is_quiet=True)
+
+    def send_behind(self, peer: Peer, parts: Sequence[Part], *, is_answer: bool) -> None:
+        """Send a message, and what goes behind it. Raises PeerError when the link is closed."""
+        messages = _take_all(peer.trailing)
+        self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=bool(messages))
+        self._send(peer, messages, is_answer=is_answer, is_quiet=False)
+
+    def _send(self, peer: Peer, messages: list[Sequence[Part]], *, is_answer: bool, is_quiet: bool) -> None:
+        """Send messages; the last wakes the peer, unless another one follows that does."""
         try:
-            while peer.deferred:
-                self._links.send(peer.info.id, peer.deferred.popleft(), is_answer=True, is_quiet=is_quiet)
-        except (IndexError, PeerError):
-            return  # another thread has sent it, or the peer is gone
+            for place, parts in enumerate(messages, 1):
+                is_last = place == len(messages)
+                is_hushed = is_quiet or not is_last
+                self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=is_hushed)
+        except PeerError:
+            return  # it is gone
 
     def send_due(self, now: float) -> float:
         """Send what has waited long enough; when the next of it has."""
@@ -53,5 +67,17 @@ class Later:
                 del self._due[peer]
             next_due = min(self._due.values(), default=float("inf"))
         for peer in peers:
-            self.send(peer, is_quiet=False)
+            messages = [*_take_all(peer.deferred), *_take_all(peer.trailing)]
+            self._send(peer, messages, is_answer=True, is_quiet=False)
         return next_due
+
+
+def _take_all(waiting: deque[Sequence[Part]]) -> list[Sequence[Part]]:
+    """What waits, taken out. Another thread may do the same: each message goes to one of them."""
+    taken: list[Sequence[Part]] = []
+    try:
+        while waiting:
+            taken.append(waiting.popleft())
+    except IndexError:
+        pass
+    return taken

@@ -12,7 +12,8 @@ import io
 import pickle
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,14 @@ class Cargo:
     unconfirmed: list[Any] = field(default_factory=list[Any])  # RRefs that arrived, unknown to their owners
 
 
+class Reference:
+    """What refers to a value of some worker's, and is counted while it travels. rref.py has the one class."""
+
+    def fork_into(self, cargo: Cargo) -> int:
+        """Make a fork of it that goes into a message; its place in the cargo."""
+        raise NotImplementedError
+
+
 class _Under(threading.local):
     """The cargo of the message that this thread is packing or unpacking."""
 
@@ -98,7 +107,10 @@ def current_cargo(doing: str) -> Cargo:
 
 
 class Packer:
-    """Packs and unpacks for one agent. `unclaimed` gets the cargo of a message not unpacked whole."""
+    """Packs and unpacks for one agent. `unclaimed` gets the cargo of a message not unpacked whole.
+
+    `rebuild_rref(place)` gives the RRef at a place in the cargo of the message at hand.
+    """
 
     def __init__(
         self,
@@ -106,6 +118,7 @@ class Packer:
         allow: Sequence[str] | None,
         unclaimed: Callable[[Cargo], None],
         undo: Callable[[Cargo], None],
+        rebuild_rref: Callable[[int], Any],
         tracker: Tracker | None = None,
     ) -> None:
         self._post = post
@@ -113,6 +126,7 @@ class Packer:
         self._allowed = None if allow is None else Allowed(allow, OWN_NAMES)
         self._unclaimed = unclaimed
         self._undo = undo
+        self._rebuild_rref = rebuild_rref
 
     def check_call(self, function: object) -> None:
         """Raise RefusedError for a function that peers may not call."""
@@ -132,26 +146,58 @@ class Packer:
         What it registered of RRefs is undone if it can't be packed.
         """
         lifted = lift_call(func, args, kwargs, is_tracked=context_id != 0)
-        if lifted is None:
-            return self._pickle((func, args, kwargs), route, context_id)
-        return self._pack_lifted(lifted, route, context_id)
+        if lifted is not None:
+            return self._pack_lifted(lifted, route, context_id)
+        rrefs = {place: value for place, value in enumerate(args) if isinstance(value, Reference)}
+        if rrefs and len({id(rref) for rref in rrefs.values()}) == len(rrefs):  # one in two places stays one
+            others = tuple([None if place in rrefs else value for place, value in enumerate(args)])
+            lifted = lift_call(func, others, kwargs, is_tracked=context_id != 0)
+            if lifted is not None:
+                return self._pack_with_rrefs(lifted, rrefs, route, context_id)
+        return self._pickle((func, args, kwargs), route, context_id)
 
-    def pack(self, value: object, route: Route, context_id: int = 0) -> Packed:
-        """The same for the result of a call."""
+    def pack(self, value: object, route: Route, context_id: int = 0, *, is_given_up: bool = False) -> Packed:
+        """The same for the result of a call. `is_given_up`: nobody else has it, and nobody uses it again."""
         if value is None:  # a context has nothing to note of it
             return Packed(PACKED_NONE, [])
         lifted = lift_value(value, is_tracked=context_id != 0)
         if lifted is None:
             return self._pickle(value, route, context_id)
-        return self._pack_lifted(lifted, route, context_id)
+        return self._pack_lifted(lifted, route, context_id, is_given_up=is_given_up and not context_id)
 
-    def _pack_lifted(self, lifted: Lifted, route: Route, context_id: int) -> Packed:
+    def _pack_with_rrefs(
+        self, lifted: Lifted, rrefs: Mapping[int, Reference], route: Route, context_id: int
+    ) -> Packed:
+        """Pack a call of a simple form, with RRefs in some places."""
+        cargo = Cargo(route.peer_id)
+        try:
+            for rref in rrefs.values():
+                rref.fork_into(cargo)
+            forks = tuple(zip(rrefs, cargo.forks, strict=True))
+            packed = self._pack_lifted(lifted, route, context_id, forks=(forks,))
+        except BaseException:
+            self._undo(cargo)
+            raise
+        packed.cargo = cargo
+        return packed
+
+    def _pack_lifted(
+        self,
+        lifted: Lifted,
+        route: Route,
+        context_id: int,
+        *,
+        is_given_up: bool = False,
+        forks: tuple[Any, ...] = (),
+    ) -> Packed:
         plain, tensors = lifted
-        descriptors, buffers = self._post.pack(tensors, route) if tensors else (None, [])
+        descriptors, buffers = (
+            self._post.pack(tensors, route, is_given_up=is_given_up) if tensors else (None, [])
+        )
         stub = None
         if context_id and self._tracker is not None:
             stub = self._tracker.on_send(context_id, tensors, route)
-        body = _PREFIX.pack(_DIRECT, 0, context_id) + pickle.dumps((*plain, descriptors, stub), 5)
+        body = _PREFIX.pack(_DIRECT, 0, context_id) + pickle.dumps((*plain, descriptors, stub, *forks), 5)
         return Packed(body, buffers, None, descriptors, context_id, stub)
 
     def _pickle(self, obj: object, route: Route, context_id: int) -> Packed:
@@ -209,33 +255,53 @@ class Packer:
             return None
         num_index_bytes, num_own, context_id = _PREFIX.unpack_from(body)
         if num_index_bytes == _DIRECT:
-            return self._put_back(memoryview(body)[_PREFIX.size :], buffers, route, context_id)
+            return self._put_back(memoryview(body)[_PREFIX.size :], buffers, route, context_id, settle)
         start = _PREFIX.size + num_index_bytes
         view = memoryview(body)
         if not num_index_bytes:
             return unpickle_object(view[start:], buffers, (), self._allowed)
         descriptors, forks, stub = load_plain(view[_PREFIX.size : start])
-        outer, cargo = under_way.cargo, Cargo(route.peer_id, list(forks))
+        with self._unpacking(list(forks), route, settle):
+            tensors = self._unpack_tensors(descriptors, buffers[num_own:], route, context_id, stub)
+            return unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+
+    def _put_back(
+        self,
+        index: memoryview,
+        buffers: Sequence[bytes | memoryview],
+        route: Route,
+        context_id: int,
+        settle: Callable[[list[Any]], None] | None,
+    ) -> Any:
+        # Where names matter nothing but plain data is read: the function is looked up, and checked, by name.
+        load = pickle.loads if self._allowed is None else load_plain
+        what, values, places, kwargs, descriptors, stub, *more = load(index)
+        if not more:
+            tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
+            return put_back(what, values, places, kwargs, tensors, self._allowed)
+        (forks,) = more
+        with self._unpacking([fork for _, fork in forks], route, settle):
+            tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
+            filled = list(values)
+            for fork_index, (place, _) in enumerate(forks):
+                filled[place] = self._rebuild_rref(fork_index)
+            return put_back(what, tuple(filled), places, kwargs, tensors, self._allowed)
+
+    @contextmanager
+    def _unpacking(
+        self, forks: list[Any], route: Route, settle: Callable[[list[Any]], None] | None
+    ) -> Generator[None]:
+        """See to the RRefs of a message that is unpacked inside: what is not claimed is given back."""
+        outer, cargo = under_way.cargo, Cargo(route.peer_id, forks)
         under_way.cargo = cargo
         try:
-            tensors = self._unpack_tensors(descriptors, buffers[num_own:], route, context_id, stub)
-            obj = unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+            yield
             if cargo.unconfirmed and settle is not None:
                 settle(cargo.unconfirmed)
-            return obj
         finally:
             under_way.cargo = outer
             if cargo.forks:
                 self._unclaimed(cargo)
-
-    def _put_back(
-        self, index: memoryview, buffers: Sequence[bytes | memoryview], route: Route, context_id: int
-    ) -> Any:
-        # Where names matter nothing but plain data is read: the function is looked up, and checked, by name.
-        load = pickle.loads if self._allowed is None else load_plain
-        what, values, places, kwargs, descriptors, stub = load(index)
-        tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
-        return put_back(what, values, places, kwargs, tensors, self._allowed)
 
     def _unpack_tensors(
         self, descriptors: Any, buffers: Sequence[Any], route: Route, context_id: int, stub: Stub | None

@@ -31,7 +31,8 @@ class Peer:
         self.was_reached = True
         self.is_linked = False  # that it was opened, once
         self.was_told = False  # that this worker has given it up
-        self.deferred: deque[Sequence[bytes | memoryview]] = deque()  # messages that go with the next one
+        self.deferred: deque[Sequence[bytes | memoryview]] = deque()  # messages that go before the next one
+        self.trailing: deque[Sequence[bytes | memoryview]] = deque()  # and right behind it
         self._in_flight = 0
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)

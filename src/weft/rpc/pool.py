@@ -21,9 +21,9 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from weft.local import kernel
 from weft.rpc.bell import Bell
 from weft.rpc.calls import Waiter
+from weft.rpc.looking import Lookout
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], None]
@@ -85,13 +85,15 @@ class Pool:
         self._enter = enter
         self._begin = begin
         self._limit = limit
-        self.spin_secs = 0.0  # how long to look for messages before sleeping
-        self._spinning = threading.Lock()
+        self._lookout = Lookout()  # of the pool's threads
+        self._looking = threading.Lock()
+        self._caller_lookout = Lookout()  # of the caller that listens
         self._taking = threading.Lock()
         self._listening = threading.Lock()  # of the caller that listens
         self._lock = threading.Lock()  # of all that follows
         self._backlog: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
+        self._leaving: list[threading.Thread] = []  # those that are not needed any more, and may still run
         self._num_free = 0  # threads that run no job
         self._num_awake = 0  # threads that will look for messages by themselves
         self._num_blocked = 0
@@ -170,7 +172,7 @@ class Pool:
             job = self._take_job()
             if job is not None:
                 return job
-            if self._spin():
+            if self._look():
                 continue
             with self._lock:
                 if self._backlog and self._may_work():
@@ -181,35 +183,35 @@ class Pool:
                 is_surplus = self._num_free > 1 and len(self._threads) - self._num_blocked > self._limit + 1
                 if ear.is_closing or is_surplus:
                     self._threads.discard(threading.current_thread())
+                    self._leaving = [other for other in self._leaving if other.is_alive()]
+                    self._leaving.append(threading.current_thread())
                     self._num_free -= 1
                     break
             if not ear.has_mail():  # what came since the last look found this thread awake
                 ear.bell.sleep(signal, _NAP_SECS)
+                self._lookout.note_woken()
             with self._lock:
                 self._set_awake(1)
         ear.bell.wake()  # the next one is to end too, or to hear in this one's place
         return None
 
-    def _spin(self) -> bool:
-        """Look for messages for a moment before going to sleep; whether one came.
+    def look_before_sleep(self, *, is_on: bool, has_cores: bool) -> None:
+        """Say whether threads may look for messages before they sleep, and whether each has a core for it."""
+        for lookout in (self._lookout, self._caller_lookout):
+            lookout.allow(is_on=is_on, has_cores=has_cores)
 
-        To be woken takes longer than most calls, and what has slept runs on cold caches. One thread at a
-        time does it, and it gives way to whatever else wants to run.
-        """
-        if not self.spin_secs or not self._spinning.acquire(blocking=False):
+    def _look(self) -> bool:
+        """Look for messages before going to sleep, one thread at a time; whether one came."""
+        if not self._lookout.is_on or not self._looking.acquire(blocking=False):
             return False
         try:
-            has_mail = self._ear.has_mail
-            deadline = time.monotonic() + self.spin_secs
-            while time.monotonic() < deadline:
-                if has_mail():
-                    return True
-                if self._backlog or self._ear.is_closing:
-                    return False
-                kernel.yield_core()
-            return False
+            return self._lookout.look(self._ear.has_mail, self._need_not_look)
         finally:
-            self._spinning.release()
+            self._looking.release()
+
+    def _need_not_look(self) -> bool:
+        # A caller that listens looks itself.
+        return bool(self._backlog) or self._ear.is_closing or self._listening.locked()
 
     def _take_job(self) -> Job | None:
         """Take messages until there is a job for this thread, or no message."""
@@ -300,7 +302,7 @@ class Pool:
                 return call.wait()
         bell = self._ear.bell
         call.when_answered = bell.wake_caller
-        is_asleep = not self.spin_secs  # else it looks by itself for a moment
+        is_asleep = not self._caller_lookout.is_on  # else it looks by itself for a moment
         bell.set_listening(is_asleep=is_asleep)
         try:
             if send is not None:
@@ -325,13 +327,16 @@ class Pool:
             left_secs = call.left_secs()
             if left_secs <= 0 or self._ear.is_closing:
                 return call.wait()
-            if not is_asleep and self._spin():
+            if not is_asleep and self._caller_lookout.look(
+                self._ear.has_mail, lambda: call.reply is not None
+            ):
                 continue
             if not is_asleep:
                 is_asleep = True
                 bell.set_listening(is_asleep=True)
                 continue
             bell.sleep_as_caller(signal, min(left_secs, _NAP_SECS))
+            self._caller_lookout.note_woken()
 
     def _take_for_others(self, call: Waiter) -> None:
         """Take messages until the answer has come; leave the jobs to the pool."""
@@ -372,6 +377,8 @@ class Pool:
     def join(self, timeout_secs: float) -> None:
         """Wait until the threads have ended, all but the caller's own. The ear must be closing."""
         deadline = time.monotonic() + timeout_secs
-        for thread in list(self._threads):
+        with self._lock:
+            threads = [*self._threads, *self._leaving]
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

@@ -71,6 +71,17 @@ def run_forward(
         return _ready_to_send(module(*args, **kwargs), is_device_map_set)
 
 
+def run_plain_forward(
+    module_rref: api.RRef[nn.Module],
+    device: str,
+    is_device_map_set: bool,
+    is_grad_enabled: bool,
+    *args: Any,
+) -> Any:
+    """The same without arguments that have names."""
+    return run_forward(module_rref, device, is_device_map_set, is_grad_enabled, args, {})
+
+
 def change_module(
     module_rref: api.RRef[nn.Module], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from weft.rpc import proxy, registry, torch_names
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import fresh_copy
 from weft.rpc.owned import GlobalId, OwnedValue
-from weft.rpc.packing import current_cargo
+from weft.rpc.packing import Cargo, Reference, current_cargo
 from weft.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RRef(Generic[T]):
+class RRef(Reference, Generic[T]):
     """A reference to a value on a worker, its owner. The value lives as long as any RRef to it.
 
     `RRef(value)` makes one to a local value; `remote()` makes one to a value on another worker. An RRef
@@ -116,8 +116,11 @@ class RRef(Generic[T]):
             self.delete()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cargo = current_cargo("it was pickled")
-        return rebuild_rref, (self.agent.book.fork(self, cargo),)
+        return rebuild_rref, (self.fork_into(current_cargo("it was pickled")),)
+
+    def fork_into(self, cargo: Cargo) -> int:
+        """Make a fork of it that goes into a message; its place in the cargo."""
+        return self.agent.book.fork(self, cargo)
 
     def _serialize(self) -> tuple[Any, ...]:
         if self.is_deleted:

@@ -35,8 +35,9 @@ Fork = tuple[int, tuple[int, int], tuple[int, int], int]
 class RRefBook:
     """The RRefs of one worker, whose ids begin with `first_id`.
 
-    `tell(worker_id, notice)` sends a notice to another worker, or drops it if that is gone. `let_go(things)`
-    drops values and RRefs where their finalizers, which are users' code, may wait.
+    `tell(worker_id, notice)` sends a notice to another worker, or drops it if that is gone; `tell_later` does
+    so with the next message to it, or soon. `let_go(things)` drops values and RRefs where their finalizers,
+    which are users' code, may wait.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class RRefBook:
         own_id: int,
         first_id: int,
         tell: Callable[[int, tuple[Any, ...]], None],
+        tell_later: Callable[[int, tuple[Any, ...]], None],
         is_lost: Callable[[int], bool],
         let_go: Callable[[list[Any]], None],
     ) -> None:
         self._own_id = own_id
         self._tell = tell
+        self._tell_later = tell_later
         self._is_lost = is_lost
         self._let_go = let_go
         self._ids = itertools.count(first_id)
@@ -191,12 +194,12 @@ class RRefBook:
         if sender_id == self._own_id:
             self._unpin(fork_id)
         else:
-            self._tell(sender_id, ("accept", fork_id))
+            self._tell_later(sender_id, ("accept", fork_id))  # with the answer, as a rule
 
     def _unpin(self, fork_id: GlobalId) -> None:
         with self._lock:
             pin = self._pins.pop(fork_id, None)
-        if pin is not None:
+        if pin is not None and pin[0].owned is not None:  # else no value of users' goes with it
             self._let_go([pin])
 
     # RRefs that this worker uses

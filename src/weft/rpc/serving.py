@@ -7,6 +7,7 @@ order in which they came; whatever runs users' code, packing and unpacking inclu
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -154,7 +155,8 @@ class Server:
             self._reply_failure(message, sender, error)
             return
         if future is None:
-            self._reply(message, sender, result, context_id)
+            is_alone = type(result) is torch.Tensor and sys.getrefcount(result) <= _NUM_ALONE
+            self._reply(message, sender, result, context_id, is_given_up=is_alone)
         else:
             future.add_done_callback(lambda done: self._reply_future(message, sender, done))
 
@@ -231,9 +233,11 @@ class Server:
         else:
             self._reply(message, sender, value, self._agent.packer.context_of(message.body))
 
-    def _reply(self, message: Message, sender: Peer, value: Any, context_id: int) -> None:
+    def _reply(
+        self, message: Message, sender: Peer, value: Any, context_id: int, *, is_given_up: bool = False
+    ) -> None:
         try:
-            packed = self._agent.packer.pack(value, sender.replying, context_id)
+            packed = self._agent.packer.pack(value, sender.replying, context_id, is_given_up=is_given_up)
         except BaseException as error:
             self._reply_failure(message, sender, error)
             return
@@ -271,6 +275,15 @@ class Server:
             )
         except Exception:
             logger.debug("a late answer could not be unpacked", exc_info=True)
+
+
+def _count_alone() -> int:
+    """How many references there are to what one local variable has."""
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_NUM_ALONE = _count_alone()
 
 
 def _outcome(future: torch.futures.Future[Any]) -> tuple[Any, BaseException | None]:

@@ -6,8 +6,8 @@ A descriptor says what a tensor is and where its bytes are:
     (layout, shape, is_coalesced, requires_grad, parts)        a sparse one; parts are descriptors
 
 `strides` is None for a contiguous tensor, `device` None for the receiver's CPU. `place` is None for bytes
-that travel in the message, in the order of their tensors, else a block that is lent (arena.py,
-device_arena.py).
+that travel in the message, in the order of their tensors, else a block that is lent, or handed back
+(arena.py, device_arena.py).
 
 What arrives is the receiver's alone, a leaf of autograd, with the strides it had. Its memory can't be
 resized. A view that uses less than half of the memory it spans arrives contiguous: the rest is not sent.
@@ -36,6 +36,7 @@ SHARED_BYTES = 64 * 1024
 _SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
 
 _ON_DEVICE = "device"  # in front of a block that is a GPU's
+_HANDED_BACK = "back"  # in front of one that is the receiver's own
 _CPU = torch.device("cpu")
 _NAMES = {
     value: str(value).removeprefix("torch.")
@@ -66,10 +67,11 @@ class Route:
 class _Parcel:
     """The tensors of one message, while they are packed."""
 
-    __slots__ = ("buffers", "devices", "lent", "route")
+    __slots__ = ("buffers", "devices", "is_given_up", "lent", "route")
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, is_given_up: bool) -> None:
         self.route = route
+        self.is_given_up = is_given_up
         self.buffers: list[memoryview] = []
         self.lent: list[tuple[Arena, Place]] = []
         self.devices: set[torch.device] = set()  # with copies under way
@@ -90,8 +92,10 @@ class TensorPost:
         self._borrower = Borrower()
         self._device_borrower = DeviceBorrower(self._borrower)
 
-    def pack(self, tensors: Sequence[torch.Tensor], route: Route) -> tuple[object, list[memoryview]]:
-        """Descriptors and bytes for a peer.
+    def pack(
+        self, tensors: Sequence[torch.Tensor], route: Route, *, is_given_up: bool = False
+    ) -> tuple[object, list[memoryview]]:
+        """Descriptors and bytes for a peer. `is_given_up`: nobody else has them, and nobody uses them again.
 
         The bytes of a contiguous tensor may be the tensor's own: they must be sent, or copied, before the
         tensor changes. If the message is not sent, `withdraw` must be told.
@@ -99,7 +103,7 @@ class TensorPost:
         Raises RuntimeError for a device that the route's map doesn't have, UnsupportedError for tensors that
         don't travel. Nothing is lent then.
         """
-        parcel = _Parcel(route)
+        parcel = _Parcel(route, is_given_up)
         try:
             descriptors = tuple([self._pack(tensor, parcel) for tensor in tensors])
             if parcel.devices:
@@ -141,6 +145,10 @@ class TensorPost:
     def _place(self, tensor: torch.Tensor, num_bytes: int, parcel: _Parcel) -> Descriptor | None:
         """Lend a block with the bytes, or add them to the message."""
         if num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
+            if parcel.is_given_up:
+                place = self._borrower.hand_back(tensor, num_bytes, parcel.route.peer_id)
+                if place is not None:
+                    return _HANDED_BACK, parcel.route.peer_id, *place
             place = self._arena.put(_bytes_of(tensor, num_bytes), parcel.route.peer_id)
             if place is not None:
                 parcel.lent.append((self._arena, place))
@@ -247,6 +255,8 @@ class TensorPost:
             num_elements = block.numel() // dtype.itemsize
             empty = torch.empty(0, dtype=dtype, device=block.device)
             return empty.set_(block.untyped_storage(), 0, (num_elements,), (1,))
+        elif place[0] == _HANDED_BACK:
+            flat = torch.frombuffer(self._arena.reclaim(Place(*place[2:]), route.peer_id), dtype=dtype)
         else:
             flat = torch.frombuffer(self._borrower.borrow(Place(*place), route.peer_id), dtype=dtype)
         return flat if device is None else flat.to(device)
@@ -261,6 +271,8 @@ class TensorPost:
             elif place[0] == _ON_DEVICE:
                 for arena in self._device_arenas.values():
                     arena.take_back([Place(*place[1:])])
+            elif place[0] == _HANDED_BACK:
+                self._borrower.withdraw(Place(*place[2:]), place[1])
             else:
                 self._arena.take_back([Place(*place)])
 
