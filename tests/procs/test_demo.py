@@ -1,40 +1,45 @@
-"""`python -m weft demo` runs, and the command line says what is wrong with its arguments."""
+"""`python -m weft demo` trains, compares and draws; the command line says what is wrong."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import weft
 from weft.__main__ import main
-from weft.demo import command
-from weft.demo.table import format_bytes, format_table
+from weft.training import demo
 
 
-def test_the_demo_runs() -> None:
+def test_the_demo_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "weft", "demo", "--size", "0.01"],
+        [sys.executable, "-W", "error", "-m", "weft", "demo", "--steps", "4", "--context", "16"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "process  ranks averaged their numbers: [0.5, 0.5]" in done.stdout
-    assert "thread   ranks averaged their numbers: [0.5, 0.5]" in done.stdout
-    assert "gloo / weft" in done.stdout
-    for op in ("all_reduce", "all_gather", "reduce_scatter"):
-        assert done.stdout.count(f"\n   {op} ") >= 3
-    assert "all_reduce_coalesced (avg)" in done.stdout
+    assert "step 4/4  loss" in done.stdout
+    assert "(equal: never more than" in done.stdout
     assert "What to try next" in done.stdout
+    assert json.loads((tmp_path / "weft-demo" / "run.json").read_text())["strategy"] == "ddp"
+    assert "<html" in (tmp_path / "weft-demo" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--ranks", "0"], ["--ranks", "two"], ["--ranks", "-1"], ["--size", "0"], ["--size", "nan"], ["--fast"]],
-)
+def test_losses_that_differ_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.compare((2.0, 1.0), (2.0, 1.0005), "2 ranks", is_exact=True)
+    with pytest.raises(weft.InternalError, match="apart"):
+        demo.compare((2.0, 1.0), (2.0, 1.002), "2 ranks", is_exact=True)
+    demo.compare((2.0, 1.0), (2.0, 1.002), "2 ranks", is_exact=False)
+    assert capsys.readouterr().out.count("different") == 2
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "two"], ["--strategy", "dance"], ["--fast"]])
 def test_bad_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["demo", *arguments])
@@ -51,29 +56,20 @@ def test_an_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "demo" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("error", "code"), [(weft.InternalError("boom"), 1), (KeyboardInterrupt(), 130)])
-def test_a_failure_has_an_exit_code(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(num_ranks: int, num_bytes: int) -> None:
-        raise error
-
-    monkeypatch.setattr(command, "run_tour", fail)
-    assert main(["demo"]) == code
-    assert str(error) in capsys.readouterr().err
-
-
-def test_a_table_is_aligned() -> None:
-    assert (
-        format_table([["", "ms"], ["all_reduce", "0.1"]], indent=" ") == "              ms\n all_reduce  0.1"
-    )
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("demo", "train", "report"))
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "words"), [(4, "4 B"), (4096, "4 KB"), (3 * 2**19, "1.5 MB"), (2**32, "4 GB")]
+    ("error", "code"),
+    [(weft.InternalError("boom"), 1), (weft.ConfigError("bad"), 2), (KeyboardInterrupt(), 130)],
 )
-def test_bytes_in_words(num_bytes: int, words: str) -> None:
-    assert format_bytes(num_bytes) == words
+def test_a_failure_has_an_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    assert main(["demo"]) == code
+    assert str(error) in capsys.readouterr().err

@@ -118,7 +118,19 @@ def _init_default_group(backend: str | None, timeout: timedelta) -> None:
     if torch.cuda.is_available():
         # Before the group is made: nccl binds to the current device.
         torch.cuda.set_device(_device(variables.local_rank))
-    dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    except dist.DistNetworkError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        busy = variables.rank == 0 and "EADDRINUSE" in str(error)
+        raise ConfigError(
+            f"init: rank {variables.rank} can't meet the others at {where}: "
+            + (
+                "the port is in use by another program. Set MASTER_PORT to a free one."
+                if busy
+                else f"{str(error).splitlines()[0]} Check MASTER_ADDR and MASTER_PORT, and that rank 0 runs."
+            )
+        ) from None
 
 
 def _current_world() -> World:
