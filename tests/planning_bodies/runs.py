@@ -1,0 +1,110 @@
+"""Real runs that plans are held against, and the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import AdamW
+
+from weft.comm import record
+from weft.planning.job import Job, with_rows
+from weft.planning.machine import Link, Links, Machine
+from weft.planning.memory import Following, Memory, StorageLog, assign_model, followed_resizes, local_part
+from weft.planning.simulate import Simulated, simulate
+from weft.planning.traffic import Traffic, traffic_of
+from weft.training.layout import plan_layout
+from weft.training.model import ModelSize, make_model, next_byte_loss
+from weft.training.strategies import transformer_plan
+from weft.training.trainer import Strategy, Trainer
+
+# Large enough for two buckets and for pieces that gloo packs, small enough for a second.
+SIZE = ModelSize(width=128, depth=2, num_heads=4, hidden=352, context=32)
+GLOBAL_BATCH = 8
+CASES: Sequence[tuple[str, str]] = (
+    ("ddp", "none"),
+    ("replicate", "none"),
+    ("fsdp", "none"),
+    ("hsdp", "none"),
+    ("tp", "none"),
+    ("ddp+tp", "none"),
+    ("fsdp+tp", "none"),
+    ("ddp", "bf16"),
+    ("ddp", "int8"),
+    ("fsdp", "bf16"),
+    ("fsdp", "int8"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The last step of a real run on one rank."""
+
+    traffic: tuple[Traffic, ...]
+    memory: Memory | None
+
+
+def make_job() -> Job:
+    """The model and its batch."""
+    tokens = torch.zeros(1, SIZE.context, dtype=torch.long)
+    return Job(make_model(SIZE, 0), tokens, tokens, next_byte_loss, transformer_plan())
+
+
+def machine(*, reads_peers: bool) -> Machine:
+    """Any machine: bytes don't depend on it."""
+    link = Link(10e9, 1e-5)
+    links = Links(link, link, ranks_per_host=8, reads_peers=reads_peers)
+    return Machine("any", "cpu", 1 << 34, 1e11, 1e10, 1e-5, 1e-6, links)
+
+
+def plan_all(num_ranks: int, backend: str) -> dict[tuple[str, str], Simulated]:
+    """What a plan says of each case."""
+    plans: dict[tuple[str, str], Simulated] = {}
+    for strategy, hook in CASES:
+        layout = plan_layout(strategy, num_ranks)
+        batch = GLOBAL_BATCH // layout.num_shares
+        plans[strategy, hook] = simulate(
+            make_job, layout, machine(reads_peers=backend == "weft"), batch=batch, hook=hook
+        )
+    return plans
+
+
+def run_all(num_steps: int = 3) -> dict[tuple[str, str], Measured]:
+    """Train in each case, for real, on all ranks; what this rank's last step had."""
+    return {case: _run(*case, num_steps) for case in CASES}
+
+
+def _run(strategy: str, hook: str, num_steps: int) -> Measured:
+    job = make_job()
+    trainer = Trainer(job.model, job.loss, AdamW, Strategy(strategy, tp_plan=transformer_plan()), hook=hook)
+    batch = GLOBAL_BATCH // trainer.layout.num_shares
+    inputs, targets = with_rows(job.inputs, batch), with_rows(job.targets, batch)
+    for _ in range(num_steps):
+        with record() as events:
+            trainer.step(inputs, targets)
+    memory = None if hook != "none" else _measure(trainer, inputs, targets)
+    trainer.close()
+    return Measured(traffic_of(events), memory)
+
+
+def _measure(trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> Memory:
+    """The peak of two more steps, the first of which shows what memory there is."""
+    log = StorageLog()
+    update = trainer.update
+
+    def assign() -> None:
+        assign_model(log, trainer.module, update.optimizer)
+
+    with Following(log), followed_resizes(log):
+        log.see(map(local_part, trainer.module.parameters()))
+        for _ in range(2):
+            log.begin_window()
+            update.optimizer.zero_grad(set_to_none=True)
+            loss = next_byte_loss(trainer.module(inputs), targets)
+            loss.backward()
+            assign()
+            update.optimizer.step()
+            assign()
+            del loss
+    return log.peak()
