@@ -19,18 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import (
-    Candidate,
-    CaseResult,
-    Schedule,
-    announce,
-    check_options,
-    choose,
-    measure,
-    question_parser,
-)
+from harness import Candidate, CaseResult, Schedule, announce, measure
+from question import ask
 from ranks import run_ranks
-from report import Goal, Report, describe_machine, judge, publish
+from report import Goal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -141,15 +133,10 @@ def check(
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    cases = choose(parser, options, CASES)
-    results = run_ranks(measure_cases, NUM_RANKS, cases, options.rounds, options.quick, mpiexec=None)
-    goals = [goal for case in cases for goal in plan_goals(case)]
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    report = Report("clip_grad_norm", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("clip_grad_norm", __doc__)
+    cases = question.choose(CASES)
+    results = run_ranks(measure_cases, NUM_RANKS, cases, question.rounds, question.is_quick, mpiexec=None)
+    question.answer(results, [goal for case in cases for goal in plan_goals(case)])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ one; `memcpy` is one copy of the tensor by each rank, for scale.
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -20,17 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import (
-    Candidate,
-    CaseResult,
-    Schedule,
-    announce,
-    check_options,
-    measure,
-    question_parser,
-)
+from harness import Candidate, CaseResult, Schedule, announce, measure
+from question import ask
 from ranks import find_mpiexec, run_ranks
-from report import Goal, Kind, Report, describe_machine, judge, publish
+from report import Goal, Kind
 
 import weft
 
@@ -231,52 +224,27 @@ def door_candidates(case: Door, groups: Groups) -> dict[str, Candidate]:
 # -- the command -------------------------------------------------------------------
 
 
-def select_cases(options: argparse.Namespace) -> list[Case]:
-    return [
-        case
-        for case in CASES
-        if options.only in case.name
-        and not (options.quick and isinstance(case, Collective) and case.num_bytes > QUICK_BYTES)
-    ]
-
-
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    parser.add_argument("--no-mpi", action="store_true", help="leave MPICH out")
-    options = parser.parse_args()
-    check_options(parser, options)
-    cases = select_cases(options)
-    if not cases:
-        parser.error(
-            f"no case has {options.only!r} in its name; there are: {', '.join(c.name for c in CASES)}"
-        )
-    mpiexec = None if options.no_mpi else find_mpiexec()
+    question = ask(
+        "collectives",
+        __doc__,
+        lambda parser: parser.add_argument("--no-mpi", action="store_true", help="leave MPICH out"),
+    )
+    largest = QUICK_BYTES if question.is_quick else math.inf
+    cases = question.choose([case for case in CASES if isinstance(case, Door) or case.num_bytes <= largest])
+    mpiexec = None if question.options.no_mpi else find_mpiexec()
     results: list[CaseResult] = []
     for num_ranks in dict.fromkeys(case.num_ranks for case in cases):
         part = [case for case in cases if case.num_ranks == num_ranks]
         # MPICH polls without end: with more ranks than cores a call takes seconds.
         launcher = mpiexec if num_ranks <= (os.cpu_count() or 1) else None
-        results += run_ranks(
-            measure_cases,
-            num_ranks,
-            part,
-            options.rounds,
-            options.quick,
-            launcher is not None,
-            mpiexec=launcher,
-        )
-    goals = [goal for case in cases for goal in plan_goals(case)]
-    notes = (
-        []
-        if mpiexec
-        else ["MPICH was not measured: it needs mpi4py and mpiexec (`pip install -e .[bench]`)."]
-    )
+        options = (question.rounds, question.is_quick, launcher is not None)
+        results += run_ranks(measure_cases, num_ranks, part, *options, mpiexec=launcher)
     if mpiexec:
-        notes.append("MPICH is left out where there are more ranks than cores: it polls, and takes seconds.")
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    report = Report("collectives", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+        note = "MPICH is left out where there are more ranks than cores: it polls, and takes seconds."
+    else:
+        note = "MPICH was not measured: it needs mpi4py and mpiexec (`pip install -e .[bench]`)."
+    question.answer(results, [goal for case in cases for goal in plan_goals(case)], [note])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from harness import Candidate, CaseResult, Schedule, announce, check_options, measure, question_parser
+from harness import Candidate, CaseResult, Schedule, announce, measure
+from question import ask
 from ranks import run_ranks
-from report import Goal, Kind, Report, describe_machine, judge, publish
+from report import Goal, Kind
 
 MB = 2**20
 NUM_RANKS = 2
@@ -86,21 +87,11 @@ def check_result(name: str, call: Candidate, tensor: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    if not torch.cuda.is_available():
-        print("collectives_gpu: skipped, since torch sees no CUDA device here.")
-        return
-    sizes_mb = [size_mb for size_mb in LIMITS_SECS if options.only in name_of(size_mb)]
-    if not sizes_mb:
-        parser.error(
-            f"no case has {options.only!r} in its name; there are: {', '.join(map(name_of, LIMITS_SECS))}"
-        )
-    results = run_ranks(measure_sizes, NUM_RANKS, sizes_mb, options.rounds, options.quick, mpiexec=None)
-    verdicts = judge([goal for size_mb in sizes_mb for goal in plan_goals(size_mb)], results)
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    publish(Report("collectives_gpu", results, verdicts, describe_machine(), notes), is_saved=options.save)
+    question = ask("collectives_gpu", __doc__, needs_gpu=True)
+    question.check_names([name_of(size_mb) for size_mb in LIMITS_SECS])
+    sizes_mb = [size_mb for size_mb in LIMITS_SECS if question.wants(name_of(size_mb))]
+    results = run_ranks(measure_sizes, NUM_RANKS, sizes_mb, question.rounds, question.is_quick, mpiexec=None)
+    question.answer(results, [goal for size_mb in sizes_mb for goal in plan_goals(size_mb)])
 
 
 if __name__ == "__main__":

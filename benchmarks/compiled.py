@@ -17,24 +17,15 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from data_parallel import Model, check_gradients, make_gpt, make_mlp, make_step, mean_gradients
-from harness import (
-    Candidate,
-    CaseResult,
-    Schedule,
-    announce,
-    check_options,
-    choose,
-    measure,
-    question_parser,
-)
+from harness import Candidate, CaseResult, Schedule, Summary, announce, measure, summarise
+from question import ask
 from ranks import run_ranks
-from report import Goal, Report, describe_machine, judge, publish
+from report import Goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -58,6 +49,7 @@ def plan_goals(model: Model, best: str) -> list[Goal]:
         Goal(model.name, "weft gloo", "eager gloo", 1.0),
         Goal(model.name, "weft local", "eager local", 1.0),
         Goal(model.name, "weft local", "alone", None),
+        Goal(f"{model.name}, compiling", "weft", "alone", COMPILE_LIMIT),
     ]
 
 
@@ -108,9 +100,9 @@ def make_candidates(model: Model, gloo: Any) -> dict[str, Candidate]:
 # -- compile times -----------------------------------------------------------------
 
 
-def time_compiling(models: Sequence[Model], num_rounds: int) -> dict[str, float]:
-    """First steps of the compiled replicated module over those of the compiled bare one, medians."""
-    ratios: dict[str, float] = {}
+def time_compiling(models: Sequence[Model], num_rounds: int) -> list[CaseResult]:
+    """First steps of the compiled replicated module, and of the compiled bare one."""
+    results: list[CaseResult] = []
     for model in models:
         announce(f"compile time, {model.name}")
         times: dict[str, list[float]] = {"alone": [], "weft": []}
@@ -127,39 +119,31 @@ def time_compiling(models: Sequence[Model], num_rounds: int) -> dict[str, float]
                 begin = time.perf_counter()
                 step()
                 found.append(time.perf_counter() - begin)
-        ratios[model.name] = median(times["weft"]) / median(times["alone"])
-    return ratios
+        summaries: dict[str, Summary] = {name: summarise(found) for name, found in times.items()}
+        results.append(CaseResult("compiling", f"{model.name}, compiling", summaries))
+    return results
 
 
 # -- the command -------------------------------------------------------------------
 
 
+def best_of(result: CaseResult) -> str:
+    """The fastest of torch's settings."""
+    return min(TORCHS, key=lambda name: result.summaries[name].median_secs)
+
+
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    models = choose(parser, options, MODELS)
-    results = run_ranks(measure_models, NUM_RANKS, models, options.rounds, options.quick, mpiexec=None)
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    compiling = run_ranks(time_compiling, NUM_RANKS, models, 1 if options.quick else 3, mpiexec=None)
+    question = ask("compiled", __doc__)
+    models = question.choose(MODELS)
+    results = run_ranks(measure_models, NUM_RANKS, models, question.rounds, question.is_quick, mpiexec=None)
     goals = [
         goal
         for model, result in zip(models, results, strict=True)
         for goal in plan_goals(model, best_of(result))
     ]
-    notes = [
-        f"compile time, {name}, over the bare module's: {ratio:.3f} (at most {COMPILE_LIMIT})"
-        for name, ratio in compiling.items()
-    ]
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    report = Report("compiled", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
-
-
-def best_of(result: CaseResult) -> str:
-    """The fastest of torch's settings."""
-    return min(TORCHS, key=lambda name: result.summaries[name].median_secs)
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    results += run_ranks(time_compiling, NUM_RANKS, models, 1 if question.is_quick else 3, mpiexec=None)
+    question.answer(results, goals)
 
 
 if __name__ == "__main__":

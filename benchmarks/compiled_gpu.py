@@ -24,8 +24,9 @@ from data_parallel_gpu import (
     on_one_rank,
     reduce_over_nccl,
 )
-from harness import Candidate, CaseResult, Schedule, announce, check_options, measure, question_parser
-from report import Goal, Report, describe_machine, judge, publish
+from harness import Candidate, CaseResult, Schedule, announce, measure
+from question import ask
+from report import Goal
 
 import weft
 
@@ -74,16 +75,10 @@ def make_steps(model: Model, is_quick: bool) -> dict[str, Candidate]:
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    models = [model for model in MODELS if options.only in model.name]
-    if not torch.cuda.is_available():
-        parser.exit(0, "compiled_gpu: needs a GPU; nothing was measured.\n")
-    results = on_one_rank(measure_cases, models, options.rounds, options.quick)
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    report = Report("compiled_gpu", results, judge(plan_goals(models), results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("compiled_gpu", __doc__, needs_gpu=True)
+    models = question.choose(MODELS)
+    results = on_one_rank(measure_cases, models, question.rounds, question.is_quick)
+    question.answer(results, plan_goals(models))
 
 
 if __name__ == "__main__":

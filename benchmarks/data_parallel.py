@@ -23,18 +23,17 @@ import torch.distributed as dist
 from harness import (
     Candidate,
     CaseResult,
+    Counted,
     Schedule,
     Summary,
     announce,
-    check_options,
-    choose,
     measure,
-    question_parser,
     summarise,
     time_in_turns,
 )
+from question import ask
 from ranks import run_ranks
-from report import Goal, Report, describe_machine, judge, publish
+from report import Goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -117,6 +116,8 @@ def plan_goals(model: Model) -> list[Goal]:
     if model.has_hooks:
         goals.append(Goal(model.name, "int8 gloo", "weft gloo", 0.75))
         goals.append(Goal(model.name, "bf16 gloo", "weft gloo", None))
+        goals.append(Goal(f"{model.name} bytes", "int8", "float32", 0.27))
+        goals.append(Goal(f"{model.name} bytes", "bf16", "float32", 0.55))
     return goals
 
 
@@ -219,10 +220,10 @@ def contexts(ddp: weft.DistributedDataParallel) -> Iterator[tuple[str, AbstractC
     yield "under join", ddp.join()
 
 
-def count_bytes() -> dict[str, float]:
-    """Bytes of a step of the MLP with each hook, over those without."""
-    module, batch = make_mlp()
-    counted: dict[str, int] = {}
+def count_bytes(model: Model) -> Counted:
+    """Bytes of a step with each hook, and without one."""
+    module, batch = model.make()
+    counted: dict[str, float] = {}
     hooks: dict[str, Any] = {
         "float32": None,
         "int8": quantization_hooks.quantization_pertensor_hook,
@@ -237,28 +238,20 @@ def count_bytes() -> dict[str, float]:
         with weft.record() as events:
             step()
         counted[name] = sum(bytes_by_op(events).values())
-    return {name: count / counted["float32"] for name, count in counted.items()}
+    return Counted("bytes of a step", f"{model.name} bytes", counted)
 
 
 # -- the command -------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    models = choose(parser, options, MODELS)
-    results = run_ranks(measure_models, NUM_RANKS, models, options.rounds, options.quick, mpiexec=None)
-    ratios = run_ranks(count_bytes, NUM_RANKS, mpiexec=None)
-    goals = [goal for model in models for goal in plan_goals(model)]
-    notes = [
-        f"bytes of a step, MLP, over float32: int8 {ratios['int8']:.3f} (at most 0.27), "
-        f"bf16 {ratios['bf16']:.3f} (at most 0.55)."
-    ]
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    report = Report("data_parallel", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("data_parallel", __doc__)
+    models = question.choose(MODELS)
+    results = run_ranks(measure_models, NUM_RANKS, models, question.rounds, question.is_quick, mpiexec=None)
+    for model in models:
+        if model.has_hooks:
+            results.append(run_ranks(count_bytes, NUM_RANKS, model, mpiexec=None))
+    question.answer(results, [goal for model in models for goal in plan_goals(model)])
 
 
 if __name__ == "__main__":

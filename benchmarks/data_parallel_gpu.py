@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Candidate, CaseResult, Schedule, announce, check_options, measure, question_parser
-from report import Goal, Report, describe_machine, judge, publish
+from harness import Candidate, CaseResult, Counted, Result, Schedule, announce, measure
+from question import ask
+from report import Goal
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -97,6 +98,7 @@ MODELS = [
     Model("GPT 839 M, bf16", make_gpt, "bare", 1.02, 3, 0.05, None),
     Model("580 small tensors", make_tiny, "torch", 1.0, 10, 1e-4, 1.0),
 ]
+PEAKS = f"{MODELS[0].name}, memory"
 KERNELS = {
     "blocks of 512": lambda numel: plan_blocks(numel, 2, 512),
     "gradients of 1 M": lambda numel: plan_gradients(numel, 2, tuple(range(0, numel, MB))),
@@ -113,6 +115,7 @@ def plan_goals() -> list[Goal]:
     for kind in KERNELS:
         goals += [Goal(f"{op}, {kind}", "kernel", "copy", KERNEL_LIMIT) for op in ("quantize", "restore")]
         goals.append(Goal(f"fold, {kind}", "kernel", "copy", None))
+    goals.append(Goal(PEAKS, "weft hook", "torch view", 1.0))
     return goals
 
 
@@ -206,16 +209,15 @@ def check_gradients(name: str, module: nn.Module, bare: nn.Module, tolerance: fl
             raise RuntimeError(f"candidate '{name}': a gradient is {apart:.3g} from the bare module's.")
 
 
-def peaks_mb(name: str, is_quick: bool) -> list[float]:
-    """The most memory that each of some steps of the large model takes, parameters included."""
+def measure_peak(name: str, is_quick: bool) -> float:
+    """The most memory that a step of the large model takes, parameters included, in MB."""
     module, batch = make_gpt(is_quick)
     step = make_step(WRAPPERS[name](module), batch)
-    peaks: list[float] = []
-    for _ in range(6):
-        torch.cuda.reset_peak_memory_stats()
+    for _ in range(5):
         step()
-        peaks.append(torch.cuda.max_memory_allocated() / MB)
-    return peaks
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() / MB
 
 
 # -- kernels -----------------------------------------------------------------------
@@ -276,32 +278,17 @@ def on_one_rank(fn: Callable[..., Any], *args: object) -> Any:
     return weft.launch(fn, ranks=1, backend="cpu:gloo,cuda:nccl", args=args)[0]
 
 
-def describe_peaks(is_quick: bool) -> str:
-    """What each candidate takes of the GPU's memory, each in a process of its own: nothing is left over."""
-    peaks = {name: on_one_rank(peaks_mb, name, is_quick) for name in WRAPPERS}
-    words = ", ".join(f"{name} {steps[-1]:.0f} ({max(steps):.0f})" for name, steps in peaks.items())
-    ratio = peaks["weft hook"][-1] / peaks["torch view"][-1]
-    head = f"peak memory of a step, {MODELS[0].name}, MB, the sixth step (the most of the first six)"
-    return f"{head}: {words}; weft hook / torch view {ratio:.4f} (at most 1)."
-
-
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    if not torch.cuda.is_available():
-        print("data_parallel_gpu: skipped, since torch sees no CUDA device here.")
-        return
-    if not any(options.only in name for name in case_names()):
-        parser.error(f"no case has {options.only!r} in its name; there are: {', '.join(case_names())}")
-    results = on_one_rank(measure_cases, options.only, options.rounds, options.quick)
-    notes = [f"a call of a kernel case is {LAUNCHES} launches."]
-    if options.only in MODELS[0].name:
-        notes.append(describe_peaks(options.quick))
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    report = Report("data_parallel_gpu", results, judge(plan_goals(), results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("data_parallel_gpu", __doc__, needs_gpu=True)
+    question.check_names(case_names())
+    results: list[Result] = on_one_rank(
+        measure_cases, question.options.only, question.rounds, question.is_quick
+    )
+    if question.wants(PEAKS):
+        # Each in a process of its own: nothing is left over.
+        peaks = {name: on_one_rank(measure_peak, name, question.is_quick) for name in WRAPPERS}
+        results.append(Counted("peak of a step, MB", PEAKS, peaks))
+    question.answer(results, plan_goals(), [f"a call of a kernel case is {LAUNCHES} launches."])
 
 
 if __name__ == "__main__":

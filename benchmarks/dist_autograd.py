@@ -14,7 +14,6 @@ which torch has no counterpart. `local` is the product in the process itself, wi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_autograd_teams import Block, Library, Mode, Team, Work
-from harness import CaseResult, Schedule, Summary, check_options, choose, question_parser, summarise
-from report import Goal, Report, describe_machine, judge, publish
+from harness import CaseResult, Schedule, Summary, summarise
+from question import Question, ask
+from report import Goal
 
 LIBRARIES = {
     "torch": Library(
@@ -87,10 +87,6 @@ def plan_goals(case: Case) -> list[Goal]:
     ]
 
 
-def plan_schedule(case: Case, options: argparse.Namespace) -> Schedule:
-    return Schedule(1, 2) if options.quick else Schedule(options.rounds * case.rounds_factor, case.num_calls)
-
-
 def measure_case(case: Case, teams: Mapping[str, Team], schedule: Schedule) -> dict[str, Summary]:
     """Let the candidates take turns at a case."""
     print(f"measuring {case.name}: {', '.join(case.candidates)}", file=sys.stderr, flush=True)
@@ -102,29 +98,24 @@ def measure_case(case: Case, teams: Mapping[str, Team], schedule: Schedule) -> d
     return {name: summarise(seconds) for name, seconds in timed.items()}
 
 
-def measure(cases: Sequence[Case], options: argparse.Namespace) -> list[CaseResult]:
+def measure(cases: Sequence[Case], question: Question) -> list[CaseResult]:
     """Start the teams, measure all cases, and end them."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder, ExitStack() as running:
         teams: dict[str, Team] = {}
         for name, library in LIBRARIES.items():
             teams[name] = Team(name, library, Path(folder, name))
             running.callback(teams[name].close)
-        return [
-            CaseResult("dist_autograd", case.name, measure_case(case, teams, plan_schedule(case, options)))
-            for case in cases
-        ]
+        results: list[CaseResult] = []
+        for case in cases:
+            schedule = question.schedule(case.num_calls, case.rounds_factor)
+            results.append(CaseResult("dist_autograd", case.name, measure_case(case, teams, schedule)))
+        return results
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    cases = choose(parser, options, CASES)
-    results = measure(cases, options)
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    goals = [goal for case in cases for goal in plan_goals(case)]
-    report = Report("dist_autograd", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("dist_autograd", __doc__)
+    cases = question.choose(CASES)
+    question.answer(measure(cases, question), [goal for case in cases for goal in plan_goals(case)])
 
 
 if __name__ == "__main__":

@@ -28,18 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from data_parallel import NUM_RANKS, make_gpt, make_mlp, make_step, make_tiny, mean_gradients
-from harness import (
-    Candidate,
-    CaseResult,
-    Schedule,
-    announce,
-    check_options,
-    choose,
-    measure,
-    question_parser,
-)
+from harness import Candidate, CaseResult, Counted, Schedule, announce, measure
+from question import ask
 from ranks import run_ranks
-from report import Goal, Report, describe_machine, format_table, judge, publish
+from report import Goal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -47,7 +39,6 @@ from torch.distributed.tensor import DTensor
 
 import weft
 
-MB = 2**20
 # Else freed blocks stay with malloc, and whoever used them first pays for all.
 STRICT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_TRIM_THRESHOLD_": "0"}
 NUM_MEMORY_STEPS = 4
@@ -110,6 +101,9 @@ def plan_goals(model: Model) -> list[Goal]:
         Goal(model.name, "weft gloo keep", "torch keep", None),
         Goal(model.name, "weft local", "alone", None),
         Goal(model.name, "torch", "alone", None),
+        Goal(f"{model.name} memory", "weft gloo", "torch", 1.0),
+        Goal(f"{model.name} memory", "weft local", "torch", 1.0),
+        Goal(f"{model.name} memory", "weft local", "weft DDP", None),
     ]
 
 
@@ -227,33 +221,22 @@ def forget_peak() -> None:
 # -- the command -------------------------------------------------------------------
 
 
-def describe_memory(models: Sequence[Model]) -> str:
-    """The table of memory, with what is asked: no more than torch."""
+def compare_memory(model: Model) -> Counted:
+    """The peaks of all candidates, each in processes of its own."""
     os.environ.update(STRICT_MALLOC)
-    rows = [["peak of a rank, MB", *MEMORY_CANDIDATES, "weft gloo / torch", "weft local / torch", "at most"]]
-    for model in models:
-        peaks: dict[str, float] = {}
-        for name in MEMORY_CANDIDATES:
-            print(f"measuring memory of {model.name}, {name}", file=sys.stderr, flush=True)
-            peaks[name] = run_ranks(measure_memory, NUM_RANKS, model, name, mpiexec=None)
-        ratios = [f"{peaks[name] / peaks['torch']:.3f}" for name in ("weft gloo", "weft local")]
-        rows.append([model.name, *(f"{peak:.0f}" for peak in peaks.values()), *ratios, "1.000"])
-    return format_table(rows)
+    peaks: dict[str, float] = {}
+    for name in MEMORY_CANDIDATES:
+        print(f"measuring memory of {model.name}, {name}", file=sys.stderr, flush=True)
+        peaks[name] = run_ranks(measure_memory, NUM_RANKS, model, name, mpiexec=None)
+    return Counted("peak of a rank, MB", f"{model.name} memory", peaks)
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    models = choose(parser, options, MODELS)
-    results = run_ranks(measure_models, NUM_RANKS, models, options.rounds, options.quick, mpiexec=None)
-    goals = [goal for model in models for goal in plan_goals(model)]
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    large = [model for model in models if model.has_memory]
-    if large:
-        notes.append(describe_memory(large))
-    report = Report("fully_shard", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("fully_shard", __doc__)
+    models = question.choose(MODELS)
+    results = run_ranks(measure_models, NUM_RANKS, models, question.rounds, question.is_quick, mpiexec=None)
+    results += [compare_memory(model) for model in models if model.has_memory]
+    question.answer(results, [goal for model in models for goal in plan_goals(model)])
 
 
 if __name__ == "__main__":

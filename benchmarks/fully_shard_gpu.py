@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from data_parallel_gpu import GPT, MB, make_gpt, make_step, make_tiny, on_one_rank
-from harness import Candidate, CaseResult, Schedule, announce, check_options, measure, question_parser
-from report import Goal, Report, describe_machine, format_table, judge, publish
+from harness import Candidate, CaseResult, Counted, Result, Schedule, announce, measure
+from question import ask
+from report import Goal, Kind
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -70,6 +71,7 @@ MODELS = [
     Model("GPT 839 M, 1 row", make_gpt_with(1), list_blocks, None, 3, 0.05),
     Model("580 small tensors", make_tiny, lambda tiny: [], 1.25, 10, 1e-4),
 ]
+PEAKS = f"{MODELS[0].name}, memory"
 TRAINING = f"training, {NUM_TRAINERS} ranks"
 
 
@@ -97,6 +99,9 @@ def plan_goals() -> list[Goal]:
         goals.append(Goal(model.name, "weft", "bare", model.limit))
         goals += [Goal(model.name, name, "bare", None) for name in ("weft keep", "torch", "torch keep")]
         goals.append(Goal(model.name, "weft", "torch", None))
+    goals.append(Goal(PEAKS, "weft", "torch", 1.0))
+    goals.append(Goal(PEAKS, "weft keep", "torch keep", 1.0))
+    goals.append(Goal(f"{TRAINING}, losses", "weft / alone - 1", None, LOSS_LIMIT, Kind.NUMBER))
     return goals
 
 
@@ -197,55 +202,34 @@ def train(is_quick: bool) -> Training:
     return Training(losses, torch.cuda.max_memory_allocated() / MB)
 
 
-def describe_training(is_quick: bool) -> str:
-    """Hold the losses of several ranks against those of one."""
+def compare_training(is_quick: bool) -> list[Counted]:
+    """Hold the losses of several ranks, over the local group, against those of one, and their memory too."""
     one = weft.launch(train, ranks=1, args=(is_quick,))[0]
     several = weft.launch(train, ranks=NUM_TRAINERS, args=(is_quick,))[0]
     off = max(abs(a - b) / b for a, b in zip(several.losses, one.losses, strict=True))
-    word = "OK" if off <= LOSS_LIMIT else "SHORT"
-    return (
-        f"{TRAINING} on one GPU over the local group: "
-        f"loss {several.losses[0]:.5f} to {several.losses[-1]:.5f}, "
-        f"a single process {one.losses[0]:.5f} to {one.losses[-1]:.5f}; "
-        f"off by {off:.1e} at the most (at most {LOSS_LIMIT:.0e}) {word}. "
-        f"Peak memory of a rank {several.peak_mb:.0f} MB, of the single process {one.peak_mb:.0f} MB."
-    )
+    seen = {"first": several.losses[0], "last": several.losses[-1], "last alone": one.losses[-1]}
+    return [
+        Counted("losses", f"{TRAINING}, losses", seen | {"weft / alone - 1": off}),
+        Counted("peak, MB", f"{TRAINING}, memory", {"a rank": several.peak_mb, "alone": one.peak_mb}),
+    ]
 
 
 # -- the command -------------------------------------------------------------------
 
 
-def describe_peaks(is_quick: bool) -> str:
-    """What each candidate takes of the GPU's memory, each in a process of its own: nothing is left over."""
-    peaks = {name: on_one_rank(measure_peak, name, is_quick) for name in WAYS}
-    rows = [["peak of a step, MB", *peaks], [MODELS[0].name, *(f"{peak:.0f}" for peak in peaks.values())]]
-    ratios = {name: peaks[name] / peaks[name.replace("weft", "torch")] for name in ("weft", "weft keep")}
-    words = ", ".join(f"{name} / torch {ratio:.4f} (at most 1)" for name, ratio in ratios.items())
-    return f"{format_table(rows)}\n{words}"
-
-
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    if not torch.cuda.is_available():
-        print("fully_shard_gpu: skipped, since torch sees no CUDA device here.")
-        return
-    cases = [*(model.name for model in MODELS), TRAINING]
-    if not any(options.only in name for name in cases):
-        parser.error(f"no case has {options.only!r} in its name; there are: {', '.join(cases)}")
-    results: list[CaseResult] = []
-    if any(options.only in model.name for model in MODELS):
-        results = on_one_rank(measure_models, options.only, options.rounds, options.quick)
-    notes: list[str] = []
-    if options.only in MODELS[0].name:
-        notes.append(describe_peaks(options.quick))
-    if options.only in TRAINING:
-        notes.append(describe_training(options.quick))
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    report = Report("fully_shard_gpu", results, judge(plan_goals(), results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("fully_shard_gpu", __doc__, needs_gpu=True)
+    question.check_names([*(model.name for model in MODELS), PEAKS, TRAINING])
+    results: list[Result] = []
+    if any(question.wants(model.name) for model in MODELS):
+        results += on_one_rank(measure_models, question.options.only, question.rounds, question.is_quick)
+    if question.wants(PEAKS):
+        # Each in a process of its own: nothing is left over.
+        peaks = {name: on_one_rank(measure_peak, name, question.is_quick) for name in WAYS}
+        results.append(Counted("peak of a step, MB", PEAKS, peaks))
+    if question.wants(TRAINING):
+        results += compare_training(question.is_quick)
+    question.answer(results, plan_goals())
 
 
 if __name__ == "__main__":

@@ -8,18 +8,16 @@ the slowest rank; what is reported is the median over all timed calls.
 
 A candidate is a function without arguments. Its buffers are made before and are the
 same in every call. Judging and printing the results is report.py's work, starting
-the ranks that of ranks.py.
+the ranks that of ranks.py, the command line that of question.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,44 +51,22 @@ class CaseResult:
     case: str
     summaries: dict[str, Summary]
 
-
-def question_parser(description: str) -> argparse.ArgumentParser:
-    """The options that every question takes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--quick", action="store_true", help="few calls on small tensors: does it run at all?"
-    )
-    parser.add_argument("--save", action="store_true", help="write the results to benchmarks/results")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only the cases with TEXT in their name")
-    parser.add_argument("--rounds", metavar="N", type=int, default=10, help="how often candidates take turns")
-    return parser
-
-
-def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program, with the reason, when the options of `question_parser` don't go together."""
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {options.rounds}")
-    if options.quick and options.save:
-        parser.error("--quick measures nothing worth keeping: leave out one of --quick and --save")
-
-
-class Named(Protocol):
-    """What `--only` chooses by."""
-
     @property
-    def name(self) -> str: ...
+    def amounts(self) -> dict[str, float]:
+        """The median seconds, by candidate."""
+        return {name: summary.median_secs for name, summary in self.summaries.items()}
 
 
-N = TypeVar("N", bound=Named)
+@dataclass(frozen=True)
+class Counted:
+    """What was counted and not timed in one case, by candidate. `table` names the unit."""
+
+    table: str
+    case: str
+    amounts: dict[str, float]
 
 
-def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Sequence[N]) -> list[N]:
-    """The cases that `--only` means; ends the command where it means none."""
-    chosen = [case for case in cases if options.only in case.name]
-    if not chosen:
-        names = ", ".join(case.name for case in cases)
-        parser.error(f"no case has {options.only!r} in its name; there are: {names}")
-    return chosen
+Result = CaseResult | Counted
 
 
 def announce(case: str) -> None:

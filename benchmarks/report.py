@@ -1,6 +1,6 @@
 """Judge results against goals, print them as tables, and save them as JSON.
 
-Pure, but for `describe_machine`, which looks at this one, `publish` and `save_report`.
+Pure, but for `describe_machine`, which looks at this one, and `save_report`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import CaseResult, Summary
+from harness import CaseResult, Counted, Result
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,6 +32,7 @@ class Kind(Enum):
     RATIO = "ratio"  # the candidate's median over the baseline's
     EXTRA = "extra"  # the candidate's median less the baseline's, in seconds
     TIME = "time"  # the candidate's median, in seconds
+    NUMBER = "number"  # what was counted for the candidate
 
 
 @dataclass(frozen=True)
@@ -59,32 +60,31 @@ class Report:
     """Everything there is to say about one run."""
 
     name: str
-    results: Sequence[CaseResult]
+    results: Sequence[Result]
     verdicts: Sequence[Verdict]
     machine: dict[str, Any]
     notes: Sequence[str] = ()
 
 
-def judge(goals: Sequence[Goal], results: Sequence[CaseResult]) -> list[Verdict]:
+def judge(goals: Sequence[Goal], results: Sequence[Result]) -> list[Verdict]:
     """Hold the results against the goals. Goals whose case or candidates weren't measured are left out."""
-    by_case = {result.case: result.summaries for result in results}
+    by_case = {result.case: result.amounts for result in results}
     verdicts: list[Verdict] = []
     for goal in goals:
-        summaries = by_case.get(goal.case, {})
-        if goal.candidate not in summaries or (goal.against is not None and goal.against not in summaries):
+        amounts = by_case.get(goal.case, {})
+        if goal.candidate not in amounts or (goal.against is not None and goal.against not in amounts):
             continue
-        seen = _seen(goal, summaries)
+        seen = _seen(goal, amounts)
         word = "" if goal.limit is None else "OK" if seen <= goal.limit else "SHORT"
         verdicts.append(Verdict(goal, seen, word))
     return verdicts
 
 
-def _seen(goal: Goal, summaries: dict[str, Summary]) -> float:
-    candidate_secs = summaries[goal.candidate].median_secs
-    if goal.kind is Kind.TIME or goal.against is None:
-        return candidate_secs
-    against_secs = summaries[goal.against].median_secs
-    return candidate_secs - against_secs if goal.kind is Kind.EXTRA else candidate_secs / against_secs
+def _seen(goal: Goal, amounts: dict[str, float]) -> float:
+    amount = amounts[goal.candidate]
+    if goal.against is None:
+        return amount
+    return amount - amounts[goal.against] if goal.kind is Kind.EXTRA else amount / amounts[goal.against]
 
 
 def format_report(report: Report) -> str:
@@ -97,13 +97,15 @@ def format_report(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def format_medians(table: str, results: Sequence[CaseResult]) -> str:
+def format_medians(table: str, results: Sequence[Result]) -> str:
     """A row a case, a column a candidate. A candidate that a case doesn't have leaves a dash."""
-    names = list(dict.fromkeys(name for result in results for name in result.summaries))
-    rows = [[f"{table}, median ms", *names]]
+    names = list(dict.fromkeys(name for result in results for name in result.amounts))
+    is_timed = isinstance(results[0], CaseResult)
+    rows = [[f"{table}, median ms" if is_timed else table, *names]]
     for result in results:
-        cells = [result.summaries.get(name) for name in names]
-        rows.append([result.case, *("-" if cell is None else format_ms(cell.median_secs) for cell in cells)])
+        cells = [result.amounts.get(name) for name in names]
+        shown = format_ms if is_timed else format_count
+        rows.append([result.case, *("-" if cell is None else shown(cell) for cell in cells)])
     return format_table(rows)
 
 
@@ -112,17 +114,23 @@ def format_verdicts(verdicts: Sequence[Verdict]) -> str:
     rows = [["goals", "", "seen", "at most", ""]]
     for verdict in verdicts:
         goal = verdict.goal
-        sign = {Kind.RATIO: " / ", Kind.EXTRA: " - ", Kind.TIME: ""}[goal.kind]
         rows.append(
             [
                 goal.case,
-                f"{goal.candidate}{sign}{goal.against or ''}",
-                _format_amount(verdict.seen, goal.kind),
-                "report" if goal.limit is None else _format_amount(goal.limit, goal.kind),
+                format_comparison(goal),
+                format_amount(verdict.seen, goal.kind),
+                "report" if goal.limit is None else format_amount(goal.limit, goal.kind),
                 verdict.word,
             ]
         )
     return format_table(rows, num_left=2)
+
+
+def format_comparison(goal: Goal) -> str:
+    """What is held against what."""
+    if goal.against is None:
+        return goal.candidate
+    return f"{goal.candidate} {'-' if goal.kind is Kind.EXTRA else '/'} {goal.against}"
 
 
 def format_table(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
@@ -146,10 +154,22 @@ def format_ms(secs: float) -> str:
     )
 
 
-def _format_amount(amount: float, kind: Kind) -> str:
-    if kind is Kind.RATIO:
-        return f"{amount:.3f}"
-    return f"{amount * 1e6:.1f} us" if kind is Kind.EXTRA else f"{format_ms(amount)} ms"
+def format_count(amount: float) -> str:
+    """A count in whole numbers, or in three digits where it is small."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def format_amount(amount: float, kind: Kind) -> str:
+    """What a goal is about, in its unit."""
+    match kind:
+        case Kind.RATIO:
+            return f"{amount:.3f}"
+        case Kind.EXTRA:
+            return f"{amount * 1e6:.1f} us"
+        case Kind.TIME:
+            return f"{format_ms(amount)} ms"
+        case Kind.NUMBER:
+            return format_count(amount)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -174,16 +194,19 @@ def host_kind(machine: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
-def encode_report(report: Report, date: datetime.date) -> str:
-    """The report as JSON."""
+def encode_report(report: Report) -> str:
+    """The report of today as JSON."""
+    timed = [result for result in report.results if isinstance(result, CaseResult)]
+    counted = [result for result in report.results if isinstance(result, Counted)]
     return json.dumps(
         {
             "question": report.name,
-            "date": date.isoformat(),
+            "date": datetime.date.today().isoformat(),
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "machine": report.machine,
             "notes": list(report.notes),
-            "cases": [dataclasses.asdict(result) for result in report.results],
+            "cases": [dataclasses.asdict(result) for result in timed],
+            "counted": [dataclasses.asdict(result) for result in counted],
             "goals": [
                 dataclasses.asdict(verdict.goal)
                 | {"kind": verdict.goal.kind.value, "seen": verdict.seen, "verdict": verdict.word}
@@ -194,19 +217,12 @@ def encode_report(report: Report, date: datetime.date) -> str:
     )
 
 
-def publish(report: Report, *, is_saved: bool) -> None:
-    """Print the report, and save it if asked to."""
-    print(format_report(report))
-    if is_saved:
-        print(f"\nsaved to {save_report(report)}")
-
-
 def save_report(report: Report, folder: Path = RESULTS) -> Path:
     """Write the report's JSON and return where. A second run of a day replaces the first."""
-    date = datetime.date.today()
-    path = folder / f"{report.name}-{date.isoformat()}-{host_kind(report.machine)}.json"
+    today = datetime.date.today().isoformat()
+    path = folder / f"{report.name}-{today}-{host_kind(report.machine)}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(encode_report(report, date) + "\n")
+    path.write_text(encode_report(report) + "\n")
     return path
 
 

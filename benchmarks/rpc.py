@@ -23,8 +23,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import CaseResult, Schedule, Summary, check_options, choose, question_parser, summarise
-from report import Goal, Report, describe_machine, judge, publish
+from harness import CaseResult, Schedule, Summary, summarise
+from question import Question, ask
+from report import Goal
 from rpc_pairs import Block, Library, Pair, RayLibrary, RpcLibrary, SocketLibrary, Work, pose_as_two_hosts
 
 KB, MB = 2**10, 2**20
@@ -78,12 +79,8 @@ def plan_goals(case: Case) -> list[Goal]:
     ]
 
 
-def plan_schedule(case: Case, options: argparse.Namespace) -> Schedule:
-    return Schedule(1, 2) if options.quick else Schedule(options.rounds * case.rounds_factor, case.num_calls)
-
-
 def measure_together(
-    names: Sequence[str], cases: Sequence[Case], options: argparse.Namespace
+    names: Sequence[str], cases: Sequence[Case], question: Question
 ) -> list[dict[str, Summary]]:
     """Start these candidates, measure all cases, and end them. What a library doesn't do is left out."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder, ExitStack() as running:
@@ -91,7 +88,9 @@ def measure_together(
         for name in names:
             pairs.append(Pair(name, LIBRARIES[name], Path(folder, name.replace(" ", "-"))))
             running.callback(pairs[-1].close)
-        return [measure_case(case, pairs, plan_schedule(case, options)) for case in cases]
+        return [
+            measure_case(case, pairs, question.schedule(case.num_calls, case.rounds_factor)) for case in cases
+        ]
 
 
 def measure_case(case: Case, pairs: Sequence[Pair], schedule: Schedule) -> dict[str, Summary]:
@@ -115,11 +114,17 @@ def describe_rates(case: Case, result: CaseResult) -> list[str]:
     return [f"{case.name}, a second: {', '.join(rates)}."]
 
 
-def choose_libraries(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[list[str]]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--without", metavar="NAMES", default="", help="leave out candidates: names with commas between them"
+    )
+
+
+def choose_libraries(question: Question) -> list[list[str]]:
     """The candidates that were asked for and that there are, in the companies that they are measured in."""
-    left_out = set(options.without.split(",")) - {""}
+    left_out = set(question.options.without.split(",")) - {""}
     if unknown := sorted(left_out - set(LIBRARIES)):
-        parser.error(f"--without: there is no {unknown[0]!r}; there are: {', '.join(LIBRARIES)}")
+        question.parser.error(f"--without: there is no {unknown[0]!r}; there are: {', '.join(LIBRARIES)}")
     if importlib.util.find_spec("ray") is None:
         left_out.add("ray")
     companies = [[name for name in LIBRARIES if name != "ray"], ["ray"]]
@@ -128,23 +133,14 @@ def choose_libraries(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--without", metavar="NAMES", default="", help="leave out candidates: names with commas between them"
-    )
-    options = parser.parse_args()
-    check_options(parser, options)
-    cases = choose(parser, options, CASES)
+    question = ask("rpc", __doc__, add_options)
+    cases = question.choose(CASES)
     results = [CaseResult("rpc", case.name, {}) for case in cases]
-    for names in choose_libraries(parser, options):
-        for result, summaries in zip(results, measure_together(names, cases, options), strict=True):
+    for names in choose_libraries(question):
+        for result, summaries in zip(results, measure_together(names, cases, question), strict=True):
             result.summaries.update(summaries)
     notes = [note for pair in zip(cases, results, strict=True) for note in describe_rates(*pair)]
-    if options.quick:
-        notes.append("--quick shows that it runs. These numbers mean nothing.")
-    goals = [goal for case in cases for goal in plan_goals(case)]
-    report = Report("rpc", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question.answer(results, [goal for case in cases for goal in plan_goals(case)], notes)
 
 
 if __name__ == "__main__":

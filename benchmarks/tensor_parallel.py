@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
-from harness import Candidate, CaseResult, Schedule, announce, check_options, choose, measure, question_parser
+from harness import Candidate, CaseResult, Schedule, announce, measure
+from question import ask
 from ranks import run_ranks
-from report import Goal, Report, describe_machine, judge, publish
+from report import Goal
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -298,15 +299,10 @@ def check_step(name: str, module: nn.Module, wanted: Wanted, *, is_summed: bool)
 
 
 def main() -> None:
-    parser = question_parser(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    check_options(parser, options)
-    cases = choose(parser, options, CASES)
-    results = run_ranks(measure_cases, NUM_RANKS, cases, options.rounds, options.quick, mpiexec=None)
-    goals = [goal for case in cases for goal in plan_goals(case)]
-    notes = ["--quick shows that it runs. These numbers mean nothing."] if options.quick else []
-    report = Report("tensor_parallel", results, judge(goals, results), describe_machine(), notes)
-    publish(report, is_saved=options.save)
+    question = ask("tensor_parallel", __doc__)
+    cases = question.choose(CASES)
+    results = run_ranks(measure_cases, NUM_RANKS, cases, question.rounds, question.is_quick, mpiexec=None)
+    question.answer(results, [goal for case in cases for goal in plan_goals(case)])
 
 
 if __name__ == "__main__":

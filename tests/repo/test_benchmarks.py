@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.repo.commands import why_broken
 from tests.repo.source import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 # A benchmark is a script: its folder is on the path when it runs, and nowhere else.
 sys.path.append(str(BENCHMARKS))
 import collectives  # noqa: E402
+import command  # noqa: E402
 import harness  # noqa: E402
+import headlines  # noqa: E402
 import report  # noqa: E402
-from harness import CaseResult, Schedule, Summary  # noqa: E402
+import summary  # noqa: E402
+from harness import CaseResult, Counted, Schedule, Summary  # noqa: E402
 from report import Goal, Kind  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
@@ -61,6 +66,23 @@ def test_a_goal_is_judged(goal: Goal, amount: float, word: str) -> None:
     assert (verdict.seen, verdict.word) == (amount, word)
 
 
+def test_what_is_counted_is_judged_and_shown() -> None:
+    counted = Counted("peak, MB", "a case, memory", {"weft": 150.0, "torch": 100.0, "off": 0.000012})
+    goals = [
+        Goal("a case, memory", "weft", "torch", 1.0),
+        Goal("a case, memory", "off", None, 1e-4, Kind.NUMBER),
+    ]
+    full = report.Report("q", [counted], report.judge(goals, [counted]), MACHINE)
+    assert report.format_report(full).splitlines() == [
+        "peak, MB        weft  torch      off",
+        "a case, memory   150    100  1.2e-05",
+        "",
+        "goals                            seen  at most",
+        "a case, memory  weft / torch    1.500    1.000  SHORT",
+        "a case, memory  off           1.2e-05   0.0001     OK",
+    ]
+
+
 def test_goals_of_what_was_not_measured_are_left_out() -> None:
     goals = [
         Goal("a case", "weft", "MPICH", 1.0),
@@ -88,7 +110,7 @@ def test_tables_are_aligned() -> None:
 
 
 def test_a_report_is_saved_as_json(tmp_path: Path) -> None:
-    results = [seen(gloo=4.0, weft=1.0)]
+    results = [seen(gloo=4.0, weft=1.0), Counted("bytes", "b", {"weft": 8.0})]
     verdicts = report.judge([Goal("a case", "weft", "gloo", 0.2)], results)
     path = report.save_report(report.Report("q", results, verdicts, MACHINE), tmp_path)
     assert path.name == f"q-{datetime.date.today().isoformat()}-2-cores.json"
@@ -100,6 +122,7 @@ def test_a_report_is_saved_as_json(tmp_path: Path) -> None:
         "p75_secs": 2.0,
         "num_calls": 5,
     }
+    assert saved["counted"] == [{"table": "bytes", "case": "b", "amounts": {"weft": 8.0}}]
     assert saved["goals"][0] == {
         "case": "a case",
         "candidate": "weft",
@@ -154,3 +177,157 @@ def test_options_that_cannot_work_are_refused(
 def test_every_goal_is_of_a_case() -> None:
     goals = [goal for case in collectives.CASES for goal in collectives.plan_goals(case)]
     assert {goal.case for goal in goals} == {case.name for case in collectives.CASES}
+
+
+# -- all of them: scripts/bench --all and --table ----------------------------------
+
+SAVED_MACHINE = {"cpu": "a fast one", "cores": 2, "torch": "2.13", "python": "3.11"}
+
+
+def saved_answer(question: str, date: str, seen: float) -> str:
+    shape = {"case": "a case", "candidate": "weft", "kind": "ratio"}
+    goals = [
+        shape | {"against": "gloo", "limit": 0.5, "seen": seen, "verdict": "SHORT" if seen > 0.5 else "OK"},
+        shape | {"against": "alone", "limit": None, "seen": 9.0, "verdict": ""},
+    ]
+    medians = {"gloo": {"median_secs": 0.004}, "weft": {"median_secs": seen * 0.004}}
+    cases = [{"case": "a case", "summaries": medians}]
+    return json.dumps(
+        {"question": question, "date": date, "machine": SAVED_MACHINE, "goals": goals, "cases": cases}
+    )
+
+
+def test_the_table_has_the_newest_goals_with_a_limit(tmp_path: Path) -> None:
+    for name, date, seen_ratio in [
+        ("b", "2026-01-02", 0.7),
+        ("b", "2026-01-10", 0.25),
+        ("a", "2026-01-01", 1),
+    ]:
+        (tmp_path / f"{name}-{date}.json").write_text(saved_answer(name, date, seen_ratio))
+    assert summary.format_terminal(summary.read_newest(tmp_path), ["A remark."]).splitlines() == [
+        "question  case    compared      seen  at most",
+        "a         a case  weft / gloo  1.000    0.500  SHORT",
+        "b         a case  weft / gloo  0.250    0.500     OK",
+        "",
+        "A remark.",
+        "",
+        "1 of 2 goals are reached. These fall short:",
+        "  a, a case: weft / gloo 1.000, at most 0.500",
+    ]
+
+
+def test_the_page_says_where_and_when(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(saved_answer("a", "2026-01-01", 0.25))
+    page = summary.format_page(summary.read_newest(tmp_path), ["c"])
+    assert "1 of 1 goals are reached.\n" in page
+    assert "## a\n\n2026-01-01, a fast one, 2 cores, torch 2.13, Python 3.11.\n" in page
+    assert "| a case | weft / gloo | 0.250 | 0.500 | OK |" in page
+    assert "## c\n\nNever run and saved.\n" in page
+    assert "What falls short" not in page
+
+
+def test_headlines_go_between_the_marks_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text(saved_answer("a", "2026-01-01", 0.25))
+    lines = [
+        headlines.Headline(what, "a", "a case", against, "weft")
+        for what, against in [("x", "gloo"), ("y", "z")]
+    ]
+    monkeypatch.setattr(headlines, "ON_CPU", lines)
+    monkeypatch.setattr(headlines, "ON_GPU", lines)
+    page = f"# weft\n{headlines.BEGIN}old\n{headlines.END}the rest\n"
+    seen = headlines.put_headlines(page, summary.read_newest(tmp_path))
+    table = (
+        "2026-01-01, a fast one, 2 cores, torch 2.13, Python 3.11:\n\n| ms | against | | weft | | ratio |\n"
+        "|---|---|---|---|---|---|\n| x | gloo | 4 | weft | 1 | 0.25 |\n"
+    )
+    assert seen == f"# weft\n{headlines.BEGIN}{table}\n{table}{headlines.END}the rest\n"
+    assert headlines.put_headlines("no marks\n", summary.read_newest(tmp_path)) == "no marks\n"
+
+
+def test_every_headline_was_measured() -> None:
+    answers = {answer.question: answer for answer in summary.read_newest(report.RESULTS)}
+    for line in headlines.ON_CPU + headlines.ON_GPU:
+        assert {line.against, line.candidate} <= answers[line.question].medians[line.case].keys(), line
+
+
+def test_the_saved_page_is_that_of_the_saved_files() -> None:
+    answers = summary.read_newest(report.RESULTS)
+    unanswered = sorted(set(command.list_questions(BENCHMARKS)) - {answer.question for answer in answers})
+    page = (report.RESULTS / "SUMMARY.md").read_text()
+    assert page == summary.format_page(answers, unanswered), "run `scripts/bench --table`"
+    readme = (ROOT / "README.md").read_text()
+    assert headlines.BEGIN in readme
+    assert readme == headlines.put_headlines(readme, answers), "run `scripts/bench --table`"
+
+
+QUESTION = """
+import json, sys
+from pathlib import Path
+arguments, told = sys.argv[1:-2], Path(sys.argv[-1])
+print(arguments)
+BODY
+if __name__ == "__main__":
+    pass
+"""
+
+
+def write_questions(folder: Path, answer: str) -> None:
+    bodies = {
+        "crashes": "raise OSError('no more paper')",
+        "measures": f"told.write_text({answer!r})",
+        "needs_more": """told.write_text('{"question": "needs_more", "skipped": "there is no more"}')""",
+    }
+    for name, body in bodies.items():
+        (folder / f"{name}.py").write_text(QUESTION.replace("BODY", body))
+    (folder / "shared.py").write_text("x = 1\n")
+
+
+def test_all_are_run_though_one_crashes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    write_questions(tmp_path, saved_answer("measures", "2026-01-01", 0.75))
+    (results / "m.json").write_text(saved_answer("measures", "2026-01-01", 0.75))
+    assert command.main(["--all", "--rounds", "3"], tmp_path, results) == 1
+    out, err = capfd.readouterr()
+    assert out.count("['--save', '--rounds', '3']") == 3
+    assert "no more paper" in err
+    assert err.endswith("failed: crashes; see above.\n")
+    assert "needs_more: skipped, since there is no more.\n" in out
+    assert "crashes: failed, with exit code 1.\n" in out
+    assert "  measures, a case: weft / gloo 0.750, at most 0.500\n" in out
+    assert "| a case | weft / gloo | 0.750 | 0.500 | SHORT |" in (results / "SUMMARY.md").read_text()
+
+
+def test_short_and_skipped_are_no_failures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_questions(tmp_path, saved_answer("measures", "2026-01-01", 0.75))
+    (tmp_path / "crashes.py").unlink()
+    assert command.main(["--quick"], tmp_path, tmp_path) == 0
+    assert "['--quick']" in capfd.readouterr().out
+    assert not (tmp_path / "SUMMARY.md").exists()
+
+
+def test_a_benchmark_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["nothing"]) == 2
+    assert "there is no benchmark 'nothing'. There are: clip_grad_norm," in capsys.readouterr().err
+
+
+def test_a_question_that_needs_a_gpu_says_so(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "collectives_gpu.py", "--json", told],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "collectives_gpu: skipped, since torch sees no CUDA device here.\n"
+    skipped = summary.Skipped("collectives_gpu", "torch sees no CUDA device here")
+    assert summary.decode_answer(told.read_text()) == skipped
+
+
+@pytest.mark.parametrize("name", command.list_questions(BENCHMARKS))
+def test_every_question_has_the_common_options(name: str) -> None:
+    options = ["--rounds", "2", "--only", "x", "--save", "--json", "x.json"]
+    assert why_broken(["scripts/bench", name, *options]) == ""
