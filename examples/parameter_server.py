@@ -1,4 +1,7 @@
-"""A parameter server: one worker owns the weight, the others send gradients and get new values back."""
+"""A parameter server: one worker owns the weight, the others send gradients and get new values back.
+
+python examples/parameter_server.py
+"""
 
 import threading
 

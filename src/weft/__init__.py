@@ -43,6 +43,7 @@ from weft.optimizers import (
     get_total_norm,
 )
 from weft.rpc import RemoteModule
+from weft.training import Trainer
 
 __all__ = [
     "BackwardError",
@@ -68,6 +69,7 @@ __all__ = [
     "RefusedError",
     "RemoteModule",
     "StateError",
+    "Trainer",
     "UnfitError",
     "UnshardHandle",
     "UnsupportedError",

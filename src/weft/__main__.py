@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weft.demo import add_demo_command
+from weft.observe import add_report_command
+from weft.planning import add_plan_command
+from weft.training import add_demo_command, add_train_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Distributed training for PyTorch, in Python that people can read and change.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add_train_command(commands)
+    add_plan_command(commands)
+    add_report_command(commands)
     add_demo_command(commands)
     options = parser.parse_args(argv)
     if not hasattr(options, "run"):

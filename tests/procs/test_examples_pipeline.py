@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ import weft
 from examples import remote_pipeline as example
 from weft import rpc
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_STEPS = 5
 
 
@@ -74,17 +70,3 @@ def test_micro_batches_are_at_several_stages_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(example, "Stage", WatchedStage)
     weft.launch(example.job, ranks=3, kind="thread", args=(1,), timeout=60)
     assert set(visits.num_by_worker.values()) == {example.NUM_MICRO_BATCHES}
-
-
-def test_it_runs_from_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "remote_pipeline.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0] / 20

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
@@ -13,7 +9,6 @@ import weft
 from examples import recommender as example
 from weft.testing import shared_pool
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_STEPS = 5
 
 
@@ -50,19 +45,3 @@ def test_two_trainers_learn_as_threads() -> None:
     first, last = torch.tensor(losses)[:, :10].mean(dim=1), torch.tensor(losses)[:, -10:].mean(dim=1)
     assert first.shape == (2,)
     assert (last < first / 5).all()
-
-
-def test_it_runs_from_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "recommender.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    for trainer in ("trainer1", "trainer2"):
-        losses = [float(words[-1]) for words in lines if words[0] == trainer]
-        assert len(losses) == 6
-        assert losses[-1] < losses[0] / 20

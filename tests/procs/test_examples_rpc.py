@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +9,6 @@ import weft
 from examples import parameter_server as example
 from weft.testing import shared_pool
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_STEPS = 5
 
 
@@ -47,17 +42,3 @@ def test_trainers_learn_as_one_process_does(num_trainers: int) -> None:
 
 def test_processes_learn_as_well() -> None:
     check(shared_pool(2).run(example.job, args=(NUM_STEPS,), timeout=60), 1)
-
-
-def test_it_runs_from_the_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "parameter_server.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] / 50

@@ -15,7 +15,9 @@ LADDER: list[set[str]] = [
     {"comm_hooks", "join"},
     {"data_parallel", "optimizers", "fsdp", "tensor_parallel", "rpc", "compiler"},
     {"dist_autograd"},
-    {"launcher", "observe", "testing", "demo"},
+    {"launcher", "observe", "testing"},
+    {"training"},
+    {"planning"},
     {"__init__", "__main__"},
 ]
 
@@ -30,8 +32,6 @@ BESIDE: dict[str, set[str]] = {
     "fsdp": {"compiler"},
     "tensor_parallel": {"compiler"},
     "testing": {"launcher"},
-    # The demo shows what a user writes, and a user writes `import weft`.
-    "demo": {"launcher", "testing", "__init__"},
     "__main__": {"__init__"},
 }
 
@@ -119,6 +119,5 @@ def test_imports_that_point_down_pass() -> None:
 
 
 def test_the_top_may_import_everything() -> None:
-    text = "from weft.launcher import launch\nfrom weft.comm import record\nfrom . import testing, demo"
+    text = "from weft.launcher import launch\nfrom weft.comm import record\nfrom . import testing, training"
     assert find_upward_imports([Source("__init__.py", text), Source("__main__.py", text)]) == []
-    assert find_upward_imports([Source("demo.py", "import weft\nimport weft.testing")]) == []

@@ -1,8 +1,7 @@
-"""What the README shows is true: its commands and links exist, its example prints what it says."""
+"""What the README and the documents show is true: commands, links, and what the example prints."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,33 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.repo.commands import (
+    find_blocks,
+    find_broken_commands,
+    find_broken_programs,
+    find_commands,
+    find_subcommands,
+    why_broken,
+)
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def find_blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-
-
-def find_commands(page: str) -> list[str]:
-    """List the commands of a page: lines of its bash blocks, and code spans that start like one."""
-    lines = [
-        line.partition("#")[0].strip() for block in find_blocks(page, "bash") for line in block.splitlines()
-    ]
-    spans = re.findall(r"`((?:scripts/|\.ci/)[^`\n]+)`", page)
-    return [command for command in lines + spans if command]
-
-
-def find_broken_commands(page: str, root: Path) -> list[str]:
-    """List commands whose program is a file of the repository and is missing or not executable."""
-    broken: list[str] = []
-    for command in find_commands(page):
-        program = command.split()[0]
-        if "/" in program and not (os.access(root / program, os.X_OK) and (root / program).is_file()):
-            broken.append(command)
-    return broken
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAX_README_LINES = 149
 
 
 def find_broken_links(page: str, folder: Path) -> list[str]:
@@ -55,14 +40,24 @@ def test_the_two_commands_are_there() -> None:
     assert find_commands(README)[:2] == ["scripts/demo", "scripts/test"]
 
 
-@pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_commands_exist(page: str) -> None:
-    assert find_broken_commands(page, ROOT) == []
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=str
-)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_exist_and_their_options_parse(path: Path) -> None:
+    page = path.read_text()
+    assert find_broken_programs(page, ROOT) == []
+    assert find_broken_commands(page) == {}
+
+
+def test_commands_of_weft_that_are_named_exist() -> None:
+    named = {name for path in PAGES for name in find_subcommands(path.read_text())}
+    assert named >= {"train", "report"}
+    assert {name: reason for name in named if (reason := why_broken(["weft", name, "--help"]))} == {}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     assert find_broken_links(path.read_text(), path.parent) == []
 
@@ -78,12 +73,40 @@ def test_the_example_prints_what_it_says(example: str, tmp_path: Path) -> None:
     assert done.stdout == find_promised_output(example) != ""
 
 
-def test_a_broken_command_is_found(tmp_path: Path) -> None:
+def test_a_missing_program_is_found(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     for name, mode in [("run", 0o755), ("data", 0o644)]:
         (tmp_path / "scripts" / name).touch(mode=mode)
     page = "Try `scripts/gone now`.\n```bash\nscripts/run -x  # fine\nscripts/data\npip install x\n```\n"
-    assert find_broken_commands(page, tmp_path) == ["scripts/data", "scripts/gone now"]
+    assert find_broken_programs(page, tmp_path) == ["scripts/data", "scripts/gone now"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("weft train --ranks 2 --strategy ddp", ""),
+        ("weft train --ranks two", "invalid int value: 'two'"),
+        ("weft train --strategy none", "invalid choice: 'none'"),
+        ("weft fly", "invalid choice: 'fly'"),
+        ("python -m weft train --fast", "unrecognized arguments: --fast"),
+        ("scripts/bench --all --quick", ""),
+        ("scripts/bench collectives --rounds 3", ""),
+        ("scripts/bench --fast", "unrecognized arguments: --fast"),
+        ("scripts/bench nothing", "there is no benchmark 'nothing'"),
+        ("scripts/check --fast", "scripts/check takes ['--fix']"),
+        ("scripts/conformance --target mars", "invalid choice: 'mars'"),
+        ("X=1 torchrun --nproc-per-node 2 examples/ddp.py", ""),
+        ("torchrun --nproc-per-nod 2 examples/gone.py", "there is no file examples/gone.py"),
+        ("torchrun --fast examples/ddp.py", "unrecognized arguments: --fast"),
+        ("torchrun --nnodes 2 -m weft train --fast", "unrecognized arguments: --fast"),
+        ("python examples/gone.py", "there is no file examples/gone.py"),
+        ("fly", "there is no fly"),
+    ],
+)
+def test_a_broken_command_is_found(command: str, reason: str) -> None:
+    found = why_broken(command.split())
+    assert reason in found
+    assert bool(reason) == bool(found)
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
