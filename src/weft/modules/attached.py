@@ -74,7 +74,19 @@ def give_class(module: nn.Module, methods: type, prefix: str, first: type | None
 def _join_classes(own: type, methods: type, prefix: str, first: type | None) -> type:
     # The own class before an abstract one, which would change the layout of the object.
     bases = (own, methods) if first is None else (first, own, methods)
-    return type(f"{prefix}{own.__name__}", bases, {"__module__": own.__module__, "_weft_own_class": own})
+    inside: dict[str, Any] = {"__module__": own.__module__, "_weft_own_class": own}
+    if own._call_impl is nn.Module._call_impl:  # type: ignore[attr-defined]
+        inside["_call_impl"] = _call_in_one_frame
+    return type(f"{prefix}{own.__name__}", bases, inside)
+
+
+def _call_in_one_frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module's `_call_impl`, in a frame that Dynamo traces.
+
+    It leaves out those of torch's own files. So torch.compile of a module whose class is the user's would
+    make pieces of the hooks that lie around its forward, and find none of them in the graph.
+    """
+    return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _is_torchs(module: nn.Module, feature: str) -> bool:
