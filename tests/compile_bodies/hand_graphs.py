@@ -47,6 +47,7 @@ class HandOwner:
         self.marks = [torch.arange(1.0, len(one.slots) + 2).to(one.dtype) for one in buckets]
         self._buckets = buckets
         self._in_flight: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._placed: dict[tuple[int, int], torch.Tensor] = {}
         self.number = enlist(self)
         self.wire = Wire(self.number, f"group of {label}", SIZE, **wire).encode()
 
@@ -67,9 +68,21 @@ class HandOwner:
         self.heard.append("end")
         self.ends = [marks.clone() for marks in reduced]
 
-    def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-        self.heard.append(f"send {bucket} of {list(order)}")
-        ready = torch.cat([*self._flat(bucket, gradients), self.marks[bucket]])
+    def open(self, order: Sequence[int]) -> None:
+        self.heard.append(f"open {list(order)}")
+        self._placed.clear()
+
+    def place(self, bucket: int, at: int) -> tuple[torch.Tensor, float]:
+        self.heard.append(f"place {at} of {bucket}")
+        found = self._buckets[bucket].slots[at]
+        lying = torch.empty_strided(found.shape, found.strides, dtype=self._buckets[bucket].dtype)
+        self._placed[bucket, at] = lying.fill_(torch.nan)
+        return lying, 1.0
+
+    def send(self, bucket: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.heard.append(f"send {bucket}")
+        inside = [self._placed.get((bucket, at), gradient) for at, gradient in enumerate(gradients)]
+        ready = torch.cat([*self._flat(bucket, inside), self.marks[bucket]])
         flat = torch.full_like(ready, torch.nan)
         self._in_flight.append((flat, ready))
         return flat

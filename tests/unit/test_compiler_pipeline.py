@@ -107,7 +107,7 @@ def test_two_layers(form: str, is_traced: bool) -> None:
     assert not [line for line in got[: len(lines)] if "wait" in line]
     assert_same(run(graph, *given), before)
     if form == "buffers":
-        assert owner.heard == ["send 0 of [3, 2, 1, 0]", "send 1 of [3, 2, 1, 0]", "receive"]
+        assert owner.heard == ["open [3, 2, 1, 0]", "send 0", "send 1", "receive"]
     else:
         assert owner.heard == ["begin [3, 2, 1, 0]", "end"]
         assert [marks.tolist() for marks in owner.ends] == [[1, 2, 3], [1, 2, 3]]
@@ -168,7 +168,7 @@ def test_a_hook_of_the_users_is_the_owners_to_call() -> None:
     graph = draft.give(draft.mark(owner, 0, draft.given("x", 2)))
     run_passes(graph)
     run(graph, torch.randn(2))
-    assert owner.heard == ["send 0 of [0]", "receive"]
+    assert owner.heard == ["open [0]", "send 0", "receive"]
 
 
 def test_a_narrow_wire_rounds_once(form: str) -> None:
@@ -233,6 +233,7 @@ def test_the_last_pass_verifies() -> None:
         "launch_early",
         "wait_late",
         "drop_copies",
+        "make_in_place",
         "verify",
     ]
 

@@ -5,7 +5,7 @@ from weft.compiler.explain import Explanation, Launch, explain
 from weft.compiler.install import install
 from weft.compiler.ops import GradientOwner, enlist
 from weft.compiler.pipeline import PASSES, Work, run_passes
-from weft.compiler.schedule import Bucket, Slot, Wire
+from weft.compiler.schedule import LARGE_NUMEL, Bucket, Slot, Wire
 from weft.compiler.settings import Settings, form_in_force, settings
 from weft.compiler.traced_backward import autograd
 from weft.compiler.tracing import (
@@ -21,6 +21,7 @@ from weft.compiler.tracing import (
 )
 
 __all__ = [
+    "LARGE_NUMEL",
     "PASSES",
     "Bucket",
     "Explanation",

@@ -12,6 +12,7 @@ gradient can't be left out by mistake.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -51,8 +52,19 @@ class GradientOwner(Protocol):
         """A graph has reduced them: what became of the marks."""
         ...
 
-    def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-        """Start to reduce this bucket, in the owner's memory and by its hook. The first one begins."""
+    def open(self, order: Sequence[int]) -> None:
+        """A graph reduces them now, in the owner's memory."""
+        ...
+
+    def place(self, bucket: int, at: int) -> tuple[torch.Tensor, float]:
+        """Where a gradient of this bucket is to be made, and by what it is to be multiplied."""
+        ...
+
+    def send(self, bucket: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Start to reduce this bucket, in the owner's memory and by its hook.
+
+        For gradients that were made in their places there is anything.
+        """
         ...
 
     def receive(self) -> None:
@@ -102,6 +114,11 @@ _library.define("leave_gradients(Tensor(a!) gradient, int owner) -> ()")
 _library.define(
     "send_bucket(Tensor[] gradients, Tensor? after, int owner, int bucket, str schedule) -> Tensor"
 )
+_library.define("open_buckets(int owner, str schedule) -> Tensor")
+_library.define(
+    "multiply_in_place(Tensor? plus, Tensor left, Tensor right, Tensor after, int owner, int bucket, int at, "
+    "bool is_turned) -> Tensor"
+)
 _library.define("receive_buckets(Tensor(a!)[] buckets, int owner) -> ()")
 _library.define("begin_reduction(int owner, str schedule) -> Tensor[]")
 _library.define("end_reduction(Tensor(a!)[] marks, int owner) -> ()")
@@ -132,8 +149,48 @@ def _end(marks: Sequence[torch.Tensor], owner: int) -> None:
 def _send(
     gradients: Sequence[torch.Tensor], after: torch.Tensor | None, owner: int, bucket: int, schedule: str
 ) -> torch.Tensor:
-    _, order = decode_schedule(schedule)
-    return owner_of(owner).send(bucket, gradients, order)
+    if after is None:
+        _open(owner, schedule)
+    return owner_of(owner).send(bucket, gradients)
+
+
+def _open(owner: int, schedule: str) -> torch.Tensor:
+    rooms, order = decode_schedule(schedule)
+    owner_of(owner).open(order)
+    return torch.empty(0, dtype=rooms[0].dtype, device=rooms[0].device)
+
+
+def _multiply(
+    plus: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    after: torch.Tensor,
+    owner: int,
+    bucket: int,
+    at: int,
+    is_turned: bool,
+) -> torch.Tensor:
+    place, scale = owner_of(owner).place(bucket, at)
+    multiply_into(place.t() if is_turned else place, plus, left, right, scale)
+    return after.new_empty(0)  # the product itself would be memory that compilers think is theirs
+
+
+@torch.no_grad()
+def multiply_into(
+    out: torch.Tensor, plus: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, scale: float
+) -> None:
+    """Write `(plus + left @ right) * scale`, with the numbers that come of it step by step."""
+    # Times a power of two nothing is rounded, so it can be done on the way.
+    is_exact = math.frexp(scale)[0] == 0.5 and out.dtype in (torch.float32, torch.float64)
+    inside = scale if is_exact else 1.0
+    if plus is not None:
+        torch.addmm(plus, left, right, beta=inside, alpha=inside, out=out)
+    elif inside == 1.0:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(out, left, right, beta=0, alpha=inside, out=out)
+    if inside != scale:
+        out.mul_(scale)
 
 
 def _receive(buckets: Sequence[torch.Tensor], owner: int) -> None:
@@ -156,6 +213,15 @@ def _empty_bucket(
     return torch.empty(room.num_gradients + room.num_marks, dtype=room.dtype, device=room.device)
 
 
+def _opened(owner: int, schedule: str) -> torch.Tensor:
+    room = decode_schedule(schedule)[0][0]
+    return torch.empty(0, dtype=room.dtype, device=room.device)
+
+
+def _multiplied(plus: Any, left: Any, right: Any, after: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return after.new_empty(0)
+
+
 def _nothing_left(gradient: torch.Tensor, owner: int) -> None:
     return None
 
@@ -169,6 +235,8 @@ for _name, _run, _pretend in (
     ("reduce_gradient", _reduce, _same),
     ("leave_gradients", _leave, _nothing_left),
     ("send_bucket", _send, _empty_bucket),
+    ("open_buckets", _open, _opened),
+    ("multiply_in_place", _multiply, _multiplied),
     ("receive_buckets", _receive, _nothing),
     ("begin_reduction", _begin, _empty_marks),
     ("end_reduction", _end, _nothing),
@@ -180,6 +248,8 @@ MARK: Any = torch.ops.weft.mark_gradient.default
 REDUCE: Any = torch.ops.weft.reduce_gradient.default
 LEAVE: Any = torch.ops.weft.leave_gradients.default
 SEND: Any = torch.ops.weft.send_bucket.default
+OPEN: Any = torch.ops.weft.open_buckets.default
+MULTIPLY: Any = torch.ops.weft.multiply_in_place.default
 RECEIVE: Any = torch.ops.weft.receive_buckets.default
 BEGIN: Any = torch.ops.weft.begin_reduction.default
 END: Any = torch.ops.weft.end_reduction.default

@@ -30,6 +30,7 @@ from weft.compiler.passes.drop_copies import drop_copies
 from weft.compiler.passes.find_marks import Reducible, find_reducible
 from weft.compiler.passes.find_shards import find_gathers, find_scatters, moved_numels
 from weft.compiler.passes.launch_early import launch_early, launches_in
+from weft.compiler.passes.make_in_place import make_in_place
 from weft.compiler.passes.pace_shards import pace_gathers, pace_scatters
 from weft.compiler.passes.verify import verify, verify_shards
 from weft.compiler.passes.wait_late import wait_late
@@ -107,6 +108,11 @@ def _drop(work: Work) -> None:
     drop_copies(work.graph, work.launches())
 
 
+def _make_in_place(work: Work) -> None:
+    for found in work.found:
+        make_in_place(work.graph, found)
+
+
 def _verify(work: Work) -> None:
     verify(work.graph, work.found)
     verify_shards(work.gathers(), work.scatters(), work.moved)
@@ -127,6 +133,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("launch_early", _launch),
     ("wait_late", _wait),
     ("drop_copies", _drop),
+    ("make_in_place", _make_in_place),
     ("verify", _verify),
 ]
 

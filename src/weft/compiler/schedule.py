@@ -41,6 +41,10 @@ class Wire:
         return Wire(owner, group, size, getattr(torch, dtype) if dtype else None, *rest)
 
 
+# From here on a gradient is worth a call of its own; smaller ones are packed as a batch.
+LARGE_NUMEL = 16 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A gradient's place in its bucket."""

@@ -42,6 +42,11 @@ class Reduction:
     hook_state: Any = None
     is_even: bool = True  # no rank takes part without inputs of its own
 
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by before they are summed: a hook gets them as they are."""
+        return 1.0 if self.hook is not None else 1.0 / self.divisor
+
     def mark(self, dtype: torch.dtype) -> int:
         """A number that tells this reduction from others; small where the dtype can't count far."""
         most = 7 if dtype.itemsize <= 2 else min(10007, 2**24 // self.group.size())

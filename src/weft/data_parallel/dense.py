@@ -30,6 +30,8 @@ class DenseBucket(Bucket):
         self._gradients: FlatGradients | None = None
         self._untouched: dict[int, torch.Tensor] = {}  # what parameters get back that nobody used
         self._held: dict[int, torch.Tensor] = {}  # the user's own memory, which the mean is copied into
+        self._opened: Reduction | None = None  # in which gradients are made in the buffer, and which ones
+        self._placed: set[int] = set()
 
     @property
     def gradients(self) -> FlatGradients:
@@ -40,12 +42,29 @@ class DenseBucket(Bucket):
 
     @torch.no_grad()
     def take(self, reduction: Reduction, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Bring these gradients into the buffer, in place of the parameters' own; the buffer."""
-        buffer = self._make_room([None] * len(grads), reduction.group)
+        """Bring these gradients into the buffer, in place of the parameters' own; the buffer.
+
+        Those that were made there are left alone, whatever stands for them.
+        """
+        buffer = self._open(reduction)
         self._held, self._untouched, self.used = {}, {}, [True] * len(grads)
-        buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
+        buffer.fill(grads, reduction.scale, self._placed)
+        self._opened = None
         buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
         return buffer.flat
+
+    def place(self, reduction: Reduction, at: int) -> tuple[torch.Tensor, float]:
+        """Where a gradient can be made in the buffer itself, and what it is to be multiplied by there."""
+        buffer = self._open(reduction)
+        self._placed.add(at)
+        return buffer.place(at, reduction.scale)
+
+    def _open(self, reduction: Reduction) -> FlatGradients:
+        """The buffer for a reduction that comes in parts."""
+        if self._opened is not reduction:
+            self._make_room([None] * len(self._params), reduction.group)
+            self._opened, self._placed = reduction, set()
+        return self.gradients
 
     def _make_room(self, grads: Sequence[torch.Tensor | None], group: ProcessGroup) -> FlatGradients:
         """The buffer, or a new one where the user holds gradients that lie in it."""
@@ -72,7 +91,7 @@ class DenseBucket(Bucket):
             }
         if self._has_dtensors:
             grads = local_grads(self._members)
-        buffer.fill(grads, 1.0 if reduction.hook is not None else 1.0 / reduction.divisor)
+        buffer.fill(grads, reduction.scale)
         buffer.set_marks(self.used, reduction.mark(self.plan.dtype))
         self._exchange()
 

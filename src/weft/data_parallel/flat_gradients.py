@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.compiler import LARGE_NUMEL
 from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketPlan, ParamSpec
 from weft.tensors import contiguous_strides, copy_all, local_of, use_count, view_in
-
-# From here on a gradient is scaled while it is copied; smaller ones are copied as a batch, then scaled.
-LARGE_NUMEL = 16 * 1024
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -96,20 +94,32 @@ class FlatGradients:
 
     # Gradients in
 
-    def fill(self, grads: Grads, scale: float) -> None:
-        """Copy the gradients in, times `scale`; zeros where there is none. Those in place are only scaled."""
+    def place(self, at: int, scale: float) -> tuple[torch.Tensor, float]:
+        """Where a large gradient is made that is not copied, and what it is multiplied by there."""
+        # Elsewhere than on a CPU one kernel scales all of the buffer when it is filled.
+        return self.views[at], scale if self._on_cpu else 1.0
+
+    def fill(self, grads: Grads, scale: float, placed: Set[int] = frozenset()) -> None:
+        """Copy the gradients in, times `scale`; zeros where there is none. Those in place are only scaled.
+
+        Those that were `placed` are there as `place` said.
+        """
         if {*map(type, grads)} == {torch.Tensor} and not any(map(operator.is_, grads, self.views)):
             try:
-                self._fill_batched(grads, scale)  # type: ignore[arg-type]
+                self._fill_batched(grads, scale, placed)  # type: ignore[arg-type]
             except RuntimeError:  # one that is sparse, or lies otherwise than its parameter
                 pass
             else:
                 return
-        self._fill_each(grads, scale)
+        self._fill_each(grads, scale, placed)
 
-    def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float) -> None:
+    def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float, placed: Set[int]) -> None:
         if not self._on_cpu:
-            copy_all(self.views, grads)
+            views = self.views
+            if placed:
+                left = [at for at in range(len(grads)) if at not in placed]
+                grads, views = [grads[at] for at in left], [views[at] for at in left]
+            copy_all(views, grads)
             self._scale(self.payload, scale)
             return
         for run in self._runs:
@@ -123,15 +133,21 @@ class FlatGradients:
                 copy_all(self.views[run.start : run.stop], parts)
             self._scale(run.piece, scale)
         for at in self._large:
-            torch.mul(grads[at], scale, out=self.views[at])
+            if at not in placed:
+                torch.mul(grads[at], scale, out=self.views[at])
 
-    def _fill_each(self, grads: Grads, scale: float) -> None:
-        for grad, view in zip(grads, self.views, strict=True):
+    def _fill_each(self, grads: Grads, scale: float, placed: Set[int]) -> None:
+        for at, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+            if at in placed:
+                continue
             if grad is None:
                 view.zero_()
             elif grad is not view:
                 view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-        self._scale(self.payload, scale)
+            if placed and self._on_cpu:
+                self._scale(view, scale)
+        if not (placed and self._on_cpu):
+            self._scale(self.payload, scale)
 
     @staticmethod
     def _scale(tensor: torch.Tensor, scale: float) -> None:

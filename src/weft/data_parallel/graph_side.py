@@ -159,7 +159,7 @@ class GraphSide:
 
     def begin(self, order: Sequence[int]) -> list[torch.Tensor]:
         """The graph of a backward begins to reduce."""
-        self._open(order)
+        self.open(order)
         marks: list[torch.Tensor] = []
         for plan in self._reducer.buckets.plan:
             tail = torch.ones(len(plan.params) + 1, dtype=plan.dtype, device=plan.device)
@@ -176,16 +176,22 @@ class GraphSide:
                     self._reduction.check_step(total, plan.dtype)
         self._close()
 
-    def send(self, bucket: int, gradients: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    def place(self, bucket: int, at: int) -> tuple[torch.Tensor, float]:
+        """Where the graph makes a gradient, in the reducer's memory, and what it multiplies it by."""
+        return self._dense(bucket).place(self._reduction, at)
+
+    def send(self, bucket: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Reduce a bucket of the graph's gradients in the reducer's memory."""
-        if bucket == 0:
-            self._open(order)
-        sent = self._reducer.buckets.buckets[bucket]
-        if not isinstance(sent, DenseBucket):
-            raise InternalError("a graph sent gradients to a bucket of sparse ones")
+        sent = self._dense(bucket)
         flat = sent.take(self._reduction, gradients)
         sent.launch(self._reduction)
         return flat
+
+    def _dense(self, bucket: int) -> DenseBucket:
+        found = self._reducer.buckets.buckets[bucket]
+        if not isinstance(found, DenseBucket):
+            raise InternalError("a graph sent gradients to a bucket of sparse ones")
+        return found
 
     def receive(self) -> None:
         """Wait for what was sent."""
@@ -193,7 +199,8 @@ class GraphSide:
             bucket.finish(self._reduction)
         self._close()
 
-    def _open(self, order: Sequence[int]) -> None:
+    def open(self, order: Sequence[int]) -> None:
+        """The graph of a backward begins to reduce, in the reducer's memory."""
         reducer = self._reducer
         reducer.check_whole()
         reducer.num_begun += 1

@@ -6,9 +6,10 @@ so it lives as long as the module and is copied with it.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ STATES_KEY = "_weft_states"
 _EXCLUSIVE = ("replicate", "fully_shard", "replicate_with_fsdp")
 # Where torch keeps what was applied to a module: its own tools look there.
 _TORCH_REGISTRY = "torch.distributed._composable.contract"
+_numbers = itertools.count()
 
 
 def attached(module: nn.Module, feature: str) -> Any:
@@ -70,22 +72,27 @@ def give_class(module: nn.Module, methods: type, prefix: str, first: type | None
     module.__class__ = _join_classes(type(module), methods, prefix, first)
 
 
-@functools.cache
 def _join_classes(own: type, methods: type, prefix: str, first: type | None) -> type:
     # The own class before an abstract one, which would change the layout of the object.
     bases = (own, methods) if first is None else (first, own, methods)
     inside: dict[str, Any] = {"__module__": own.__module__, "_weft_own_class": own}
     if own._call_impl is nn.Module._call_impl:  # type: ignore[attr-defined]
-        inside["_call_impl"] = _call_in_one_frame
+        inside["_call_impl"] = _make_call()
     return type(f"{prefix}{own.__name__}", bases, inside)
 
 
-def _call_in_one_frame(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module's `_call_impl`, in a frame that Dynamo traces.
+def _make_call() -> Callable[..., Any]:
+    """nn.Module's `_call_impl` in a frame that Dynamo traces.
 
     It leaves out those of torch's own files. So torch.compile of a module whose class is the user's would
-    make pieces of the hooks that lie around its forward, and find none of them in the graph.
+    make pieces of the hooks that lie around its forward, and find none of them in the graph. The code is the
+    module's own, since Dynamo compiles one piece of code for a few modules only.
     """
+    code = _call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    return types.FunctionType(code, globals(), "_call_impl")
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from torch import fx
 
 from weft.compiler.graphs import LAUNCHES, WAIT, calls, places, reached
-from weft.compiler.ops import BEGIN, END, MARK, RECEIVE, REDUCE, SEND
+from weft.compiler.ops import BEGIN, END, MARK, MULTIPLY, OPEN, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.compiler.passes.find_shards import moved_numels
 from weft.errors import InternalError
@@ -22,6 +22,8 @@ def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
     except RuntimeError as error:
         raise InternalError(f"a pass has broken a graph: {error}") from error
     _check_marks(graph, found)
+    for made in calls(graph, MULTIPLY):
+        _check_place(made)
     for launch in (node for node in graph.nodes if node.target in LAUNCHES):
         if launch.target is SEND:
             _check_received(launch)
@@ -66,6 +68,18 @@ def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
             f"{len(in_order)} of their {len(found.launches)} reductions, begins {len(begun)} and ends "
             f"{len(ended)}, sends {sent} and receives {len(received)} times."
         )
+
+
+def _check_place(made: fx.Node) -> None:
+    """A gradient that is made in its bucket is sent from there, once, and the bucket is open by then."""
+    opened, owner, bucket, at = made.args[3:7]
+    (sent,) = made.users if len(made.users) == 1 else (None,)
+    is_sent = sent is not None and sent.target is SEND and sent.args[2:4] == (owner, bucket)
+    is_there = is_sent and sent.args[0][at] is made  # type: ignore[index]
+    if not is_there or not isinstance(opened, fx.Node) or opened.target is not OPEN:
+        raise InternalError(f"{made} makes gradient {at} of bucket {bucket}, which is not sent from there")
+    if opened.args[0] != owner or not any(user.target is SEND for user in opened.users):
+        raise InternalError(f"{opened} opens buckets that are not sent behind it")
 
 
 def _check_received(sent: fx.Node) -> None:
