@@ -7,7 +7,8 @@ ranks. Everything that is compiled goes through Inductor.
 gradient_as_bucket_view=True; goals are against the faster of the two. `eager gloo` and `eager local` are
 weft's replicate as it is, `weft gloo` and `weft local` the same compiled, `alone` is the compiled module.
 
-Compile times are those of a first step, forward and backward, without caches, in turns with the bare module.
+Compile times are those of a first step, forward and backward, without caches, in turns with the bare module,
+until both ranks have ended it.
 """
 
 from __future__ import annotations
@@ -112,12 +113,14 @@ def time_compiling(models: Sequence[Model], num_rounds: int) -> list[CaseResult]
                 module, batch = model.make()
                 if name == "weft":
                     module = weft.replicate(module)
-                    module(batch).sum().backward()  # ties between ranks are not compiling
+                    for _ in range(2):  # ties between ranks are not compiling, nor are their buckets
+                        make_step(module, batch)()
                 compiled: Any = torch.compile(module)
                 step = make_step(compiled, batch)
                 dist.barrier()
                 begin = time.perf_counter()
                 step()
+                dist.barrier()  # a replicated step ends when the slowest rank has compiled; so does a bare one
                 found.append(time.perf_counter() - begin)
         summaries: dict[str, Summary] = {name: summarise(found) for name, found in times.items()}
         results.append(CaseResult("compiling", f"{model.name}, compiling", summaries))

@@ -76,8 +76,7 @@ class HandOwner:
         self.heard.append(f"place {at} of {bucket}")
         found = self._buckets[bucket].slots[at]
         lying = torch.empty_strided(found.shape, found.strides, dtype=self._buckets[bucket].dtype)
-        self._placed[bucket, at] = lying.fill_(torch.nan)
-        return lying, 1.0
+        return self._placed.setdefault((bucket, at), lying.fill_(torch.nan)), 1.0
 
     def send(self, bucket: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         self.heard.append(f"send {bucket}")

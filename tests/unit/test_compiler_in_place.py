@@ -11,7 +11,7 @@ from torch import fx
 from tests.compile_bodies.hand_graphs import Draft, HandOwner, assert_same, bucket, run, slot, written
 from weft.compiler import LARGE_NUMEL, run_passes
 from weft.compiler.graphs import calls
-from weft.compiler.ops import MULTIPLY, OPEN, SEND, multiply_into
+from weft.compiler.ops import ADD_ROWS, MULTIPLY, OPEN, SEND, add_rows_into, multiply_into
 from weft.compiler.passes.verify import verify
 from weft.errors import InternalError
 
@@ -49,9 +49,9 @@ def test_the_graph_before_and_after() -> None:
     assert written(graph) == [
         "t = t(x)",
         "open_buckets = open_buckets(A)",
-        "multiply_in_place = multiply_in_place(None, t, y, open_buckets, A, 1, 0, True)",
+        "multiply_in_place = multiply_in_place(None, t, y, True, open_buckets, A, 1, 0)",
         "t1 = t(x)",
-        "multiply_in_place1 = multiply_in_place(plus, t1, y, open_buckets, A, 0, 0, False)",
+        "multiply_in_place1 = multiply_in_place(plus, t1, y, False, open_buckets, A, 0, 0)",
         "sin = sin(z)",
         "send_bucket = send_bucket([multiply_in_place1, sin], open_buckets, A, 0)",
         "send_bucket1 = send_bucket([multiply_in_place], send_bucket, A, 1)",
@@ -95,6 +95,56 @@ def test_gradients_that_are_turned(turns: tuple[tuple[Any, ...], ...], is_stride
     assert torch.equal(got, wanted if (rows, cols) == (ROWS, COLS) else wanted.t())
 
 
+def masked(draft: Draft, zeros: fx.Node, rows: fx.Node, values: fx.Node) -> fx.Node:
+    mask = draft.call(aten.unsqueeze.default, draft.call(aten.lt.Scalar, rows, ROWS), -1)
+    return draft.call(aten._unsafe_masked_index_put_accumulate.default, zeros, mask, [rows], values)
+
+
+def put(draft: Draft, zeros: fx.Node, rows: fx.Node, values: fx.Node) -> fx.Node:
+    return draft.call(aten.index_put.default, zeros, [rows], values, True)
+
+
+def put_unsafely(draft: Draft, zeros: fx.Node, rows: fx.Node, values: fx.Node) -> fx.Node:
+    return draft.call(aten._unsafe_index_put.default, zeros, [rows], values, True)
+
+
+@pytest.mark.parametrize("scatter", [masked, put, put_unsafely], ids=lambda scatter: scatter.__name__)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding(scatter: Any, is_tied: bool) -> None:
+    """Its gradient alone, and summed with that of a last layer which has the same weight."""
+    owner = HandOwner("A", bucket(slot(0, ROWS, COLS)))
+    draft, given = drafted()
+    rows, values = draft.given("rows", 2, 5, dtype=torch.int64), draft.given("values", 2, 5, COLS)
+    zeros = draft.call(aten.full.default, [ROWS, COLS], 0, dtype=torch.float32)
+    node = scatter(draft, zeros, rows, values)
+    if is_tied:
+        node = draft.call(aten.addmm.default, node, draft.call(aten.t.default, given["x"]), given["y"])
+    graph = draft.give(draft.mark(owner, 0, node))
+    run_passes(graph)
+    wanted = ["open [0]", *["place 0 of 0"] * (1 + is_tied), "send 0", "receive"]
+    x, y, plus = made()
+    chosen = torch.tensor([[3, 7, 3, 0, -1], [129, 1, -130, 3, 8]])
+    given_values = torch.randint(-8, 8, (2, 5, COLS)).float()  # whose sums are exact in any order
+    expected = torch.zeros(ROWS, COLS).index_put_((chosen,), given_values, accumulate=True)
+    if is_tied:
+        x, y = x.round(), y.round()
+        expected = expected + x.t() @ y
+    assert_same(run(graph, x, y, plus, chosen, given_values), [expected])
+    assert owner.heard == wanted
+    left = [line.split(" = ")[0] for line in written(graph)]
+    assert not {"full", "index_put", "_unsafe_index_put", "addmm"} & set(left)
+
+
+def test_rows_that_are_masked_and_rows_that_are_not_there() -> None:
+    out, rows, values = torch.zeros(4, 3), torch.tensor([0, 9, -9, 3]), torch.ones(4, 3)
+    mask = torch.tensor([True, False, False, True]).unsqueeze(-1)
+    add_rows_into(out, rows, values, mask, 0.5)
+    assert torch.equal(out, torch.tensor([0.5, 0, 0, 0.5]).unsqueeze(-1).expand(4, 3))
+    for wrong in (4, -5):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            add_rows_into(out, torch.tensor([wrong]), values[:1], None, 1.0)
+
+
 def small(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int, ...]]:
     x, y = draft.given("narrow", 4, 100), draft.given("other", 100, 100)
     return draft.call(aten.mm.default, x, y), (4, 100)
@@ -111,18 +161,41 @@ def scaled(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int,
     return draft.call(aten.addmm.default, given["plus"], left, given["y"], beta=2), (ROWS, COLS)
 
 
+def replaced(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int, ...]]:
+    zeros = draft.call(aten.full.default, [ROWS, COLS], 0, dtype=torch.float32)
+    rows = draft.given("rows", 8, dtype=torch.int64)
+    return draft.call(aten.index_put.default, zeros, [rows], given["y"], False), (ROWS, COLS)
+
+
+def added_to_ones(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int, ...]]:
+    ones = draft.call(aten.full.default, [ROWS, COLS], 1, dtype=torch.float32)
+    rows = draft.given("rows", 8, dtype=torch.int64)
+    return draft.call(aten.index_put.default, ones, [rows], given["y"], True), (ROWS, COLS)
+
+
+def by_column(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int, ...]]:
+    zeros = draft.call(aten.full.default, [ROWS, COLS], 0, dtype=torch.float32)
+    cols = draft.given("cols", ROWS, 2, dtype=torch.int64)
+    column = draft.given("column", ROWS, 1, dtype=torch.int64)
+    values = draft.given("values", ROWS, 2)
+    return draft.call(aten.index_put.default, zeros, [column, cols], values, True), (ROWS, COLS)
+
+
 def no_product(draft: Draft, given: dict[str, fx.Node]) -> tuple[fx.Node, tuple[int, ...]]:
     return draft.call(aten.sin.default, given["plus"]), (ROWS, COLS)
 
 
-@pytest.mark.parametrize("make", [small, read_again, scaled, no_product], ids=lambda make: make.__name__)
+NO_PLACES = [small, read_again, scaled, replaced, added_to_ones, by_column, no_product]
+
+
+@pytest.mark.parametrize("make", NO_PLACES, ids=lambda make: make.__name__)
 def test_what_stays_a_copy(make: Any) -> None:
     draft, given = drafted()
     node, shape = make(draft, given)
     owner = HandOwner("A", bucket(slot(0, *shape)))
     graph = draft.give(draft.mark(owner, 0, node))
     run_passes(graph)
-    assert not calls(graph, OPEN, MULTIPLY)
+    assert not calls(graph, OPEN, MULTIPLY, ADD_ROWS)
     assert calls(graph, SEND)[0].args[1] is None
     assert (small is make) == (shape[0] * shape[1] < LARGE_NUMEL)
 
@@ -135,7 +208,7 @@ def test_products_that_inductor_tunes_are_its_own() -> None:
     graph = draft.give(draft.mark(owner, 0, product(draft, given)))
     with config.patch(max_autotune_gemm=True):
         run_passes(graph)
-    assert not calls(graph, OPEN, MULTIPLY)
+    assert not calls(graph, OPEN, MULTIPLY, ADD_ROWS)
 
 
 def test_one_that_is_not_sent_from_its_place_is_noticed() -> None:

@@ -116,8 +116,12 @@ _library.define(
 )
 _library.define("open_buckets(int owner, str schedule) -> Tensor")
 _library.define(
-    "multiply_in_place(Tensor? plus, Tensor left, Tensor right, Tensor after, int owner, int bucket, int at, "
-    "bool is_turned) -> Tensor"
+    "multiply_in_place(Tensor? plus, Tensor left, Tensor right, bool is_turned, "
+    "Tensor after, int owner, int bucket, int at) -> Tensor"
+)
+_library.define(
+    "add_rows_in_place(Tensor rows, Tensor values, Tensor? mask, bool is_first, "
+    "Tensor after, int owner, int bucket, int at) -> Tensor"
 )
 _library.define("receive_buckets(Tensor(a!)[] buckets, int owner) -> ()")
 _library.define("begin_reduction(int owner, str schedule) -> Tensor[]")
@@ -164,15 +168,46 @@ def _multiply(
     plus: torch.Tensor | None,
     left: torch.Tensor,
     right: torch.Tensor,
+    is_turned: bool,
     after: torch.Tensor,
     owner: int,
     bucket: int,
     at: int,
-    is_turned: bool,
 ) -> torch.Tensor:
     place, scale = owner_of(owner).place(bucket, at)
     multiply_into(place.t() if is_turned else place, plus, left, right, scale)
     return after.new_empty(0)  # the product itself would be memory that compilers think is theirs
+
+
+def _add_rows(
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_first: bool,
+    after: torch.Tensor,
+    owner: int,
+    bucket: int,
+    at: int,
+) -> torch.Tensor:
+    place, scale = owner_of(owner).place(bucket, at)
+    if is_first:
+        place.zero_()
+    add_rows_into(place, rows, values, mask, scale)
+    return after.new_empty(0)
+
+
+@torch.no_grad()
+def add_rows_into(
+    out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> None:
+    """Add values, times `scale`, to these rows of a matrix; nothing where the mask says no."""
+    num_rows, num_cols = out.shape
+    if mask is not None:
+        values = values.masked_fill(~mask, 0)
+        rows = rows.clamp(-num_rows, num_rows - 1)
+    values = values.expand(*rows.shape, num_cols).reshape(-1, num_cols)
+    rows = torch.where(rows < 0, rows + num_rows, rows).reshape(-1)
+    out.index_add_(0, rows, values, alpha=scale)
 
 
 @torch.no_grad()
@@ -218,7 +253,7 @@ def _opened(owner: int, schedule: str) -> torch.Tensor:
     return torch.empty(0, dtype=room.dtype, device=room.device)
 
 
-def _multiplied(plus: Any, left: Any, right: Any, after: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _placed(one: Any, two: Any, three: Any, how: bool, after: torch.Tensor, *where: int) -> torch.Tensor:
     return after.new_empty(0)
 
 
@@ -236,7 +271,8 @@ for _name, _run, _pretend in (
     ("leave_gradients", _leave, _nothing_left),
     ("send_bucket", _send, _empty_bucket),
     ("open_buckets", _open, _opened),
-    ("multiply_in_place", _multiply, _multiplied),
+    ("multiply_in_place", _multiply, _placed),
+    ("add_rows_in_place", _add_rows, _placed),
     ("receive_buckets", _receive, _nothing),
     ("begin_reduction", _begin, _empty_marks),
     ("end_reduction", _end, _nothing),
@@ -250,6 +286,7 @@ LEAVE: Any = torch.ops.weft.leave_gradients.default
 SEND: Any = torch.ops.weft.send_bucket.default
 OPEN: Any = torch.ops.weft.open_buckets.default
 MULTIPLY: Any = torch.ops.weft.multiply_in_place.default
+ADD_ROWS: Any = torch.ops.weft.add_rows_in_place.default
 RECEIVE: Any = torch.ops.weft.receive_buckets.default
 BEGIN: Any = torch.ops.weft.begin_reduction.default
 END: Any = torch.ops.weft.end_reduction.default

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from torch import fx
 
 from weft.compiler.graphs import LAUNCHES, WAIT, calls, places, reached
-from weft.compiler.ops import BEGIN, END, MARK, MULTIPLY, OPEN, RECEIVE, REDUCE, SEND
+from weft.compiler.ops import ADD_ROWS, BEGIN, END, MARK, MULTIPLY, OPEN, RECEIVE, REDUCE, SEND
 from weft.compiler.passes.find_marks import Reducible
 from weft.compiler.passes.find_shards import moved_numels
 from weft.errors import InternalError
@@ -22,7 +22,7 @@ def verify(graph: fx.Graph, found: Sequence[Reducible]) -> None:
     except RuntimeError as error:
         raise InternalError(f"a pass has broken a graph: {error}") from error
     _check_marks(graph, found)
-    for made in calls(graph, MULTIPLY):
+    for made in calls(graph, MULTIPLY, ADD_ROWS):
         _check_place(made)
     for launch in (node for node in graph.nodes if node.target in LAUNCHES):
         if launch.target is SEND:
@@ -72,14 +72,16 @@ def _check_reduction(graph: fx.Graph, found: Reducible) -> None:
 
 def _check_place(made: fx.Node) -> None:
     """A gradient that is made in its bucket is sent from there, once, and the bucket is open by then."""
-    opened, owner, bucket, at = made.args[3:7]
-    (sent,) = made.users if len(made.users) == 1 else (None,)
-    is_sent = sent is not None and sent.target is SEND and sent.args[2:4] == (owner, bucket)
-    is_there = is_sent and sent.args[0][at] is made  # type: ignore[index]
-    if not is_there or not isinstance(opened, fx.Node) or opened.target is not OPEN:
+    before, owner, bucket, at = made.args[4:]
+    (user,) = made.users if len(made.users) == 1 else (None,)
+    is_added_to = user is not None and user.target is ADD_ROWS and user.args[4:] == (made, owner, bucket, at)
+    is_sent = user is not None and user.target is SEND and user.args[2:4] == (owner, bucket)
+    is_there = is_added_to or (is_sent and user.args[0][at] is made)  # type: ignore[union-attr, index]
+    is_first = isinstance(before, fx.Node) and before.target is OPEN
+    if not is_there or not isinstance(before, fx.Node) or before.target not in (OPEN, MULTIPLY):
         raise InternalError(f"{made} makes gradient {at} of bucket {bucket}, which is not sent from there")
-    if opened.args[0] != owner or not any(user.target is SEND for user in opened.users):
-        raise InternalError(f"{opened} opens buckets that are not sent behind it")
+    if is_first and (before.args[0] != owner or not any(other.target is SEND for other in before.users)):
+        raise InternalError(f"{before} opens buckets that are not sent behind it")
 
 
 def _check_received(sent: fx.Node) -> None:
