@@ -120,7 +120,7 @@ def time_compiling(models: Sequence[Model], num_rounds: int) -> list[CaseResult]
                 dist.barrier()
                 begin = time.perf_counter()
                 step()
-                dist.barrier()  # a replicated step ends when the slowest rank has compiled; so does a bare one
+                dist.barrier()  # a replicated step waits for the slowest rank; so must a bare one
                 found.append(time.perf_counter() - begin)
         summaries: dict[str, Summary] = {name: summarise(found) for name, found in times.items()}
         results.append(CaseResult("compiling", f"{model.name}, compiling", summaries))
