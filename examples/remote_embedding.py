@@ -45,7 +45,7 @@ def main() -> None:
         alone[0].load_state_dict(table.state_dict())
         sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
         calls = [rpc.rpc_async(rank, train, (table, head), timeout=0) for rank in range(world.size)]
-        for step, (seen, words) in enumerate(zip(calls[0].wait(), BATCHES, strict=True)):
+        for step, (seen, words) in enumerate(zip(torch.futures.wait_all(calls)[0], BATCHES, strict=True)):
             sgd.zero_grad()
             loss = (alone(words).squeeze(1) - words % 2).square().mean()
             loss.backward()

@@ -26,6 +26,9 @@ def make():
 
 def wrong():
     return "nothing"
+
+def raising():
+    raise KeyError("no such layer")
 """
 
 
@@ -141,6 +144,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["tiny"], "how many --ranks?"),
         (["huge", "--ranks", "2"], "there is no model 'huge'"),
         (["tiny", "--ranks", "0"], "--ranks must be at least 1; got 0"),
+        (["tiny", "--ranks", "4000000000"], "--ranks must be at most 1000000; got 4000000000"),
         (["tiny", "--ranks", "2", "--strategy", "magic"], "there is no strategy 'magic'"),
         (["tiny", "--ranks", "2", "--hook", "zip"], "there is no hook 'zip'"),
         (["tiny", "--ranks", "2", "--dtype", "fp8"], "there is no dtype 'fp8'"),
@@ -165,6 +169,24 @@ def test_a_function_that_gives_something_else(tmp_path: Path) -> None:
     assert "gave str; it must give (model, inputs, targets, loss)" in one.refusal
     with pytest.raises(ConfigError, match="--context is for models by size"):
         plan(f"{path}:make", PlanOptions(ranks=2, context=8))
+
+
+def test_a_function_or_a_module_that_raises(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "raising_model.py"
+    path.write_text(MODEL)
+    (tmp_path / "unfinished_model.py").write_text("def make(:")
+    unfinished = "module unfinished_model can't be imported: SyntaxError"
+    for model, words in (
+        (f"{path}:raising", "raising_model.py:raising raised KeyError: 'no such layer'"),
+        ("raising_model:raising", "raising_model:raising raised KeyError: 'no such layer'"),
+        ("unfinished_model:make", unfinished),
+    ):
+        code, out, err = run(capsys, model, "--ranks", "2")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
 
 
 def test_the_page_has_every_collective() -> None:

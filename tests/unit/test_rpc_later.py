@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import pytest
+
 from weft.rpc.later import SOME_TIME_SECS, SOON_SECS, Later
 from weft.rpc.wire import Kind, Message, encode_message
 
@@ -84,6 +86,23 @@ def test_a_message_with_nothing_behind_it_wakes_its_peer_itself() -> None:
     later, peer, _, links = make()
     later.send_behind(peer, [b"call"], is_answer=False)
     assert links.sent == [False]
+
+
+def test_what_was_to_go_behind_a_message_that_can_not_be_sent_goes_later() -> None:
+    later, peer, notes, links = make()
+    numbered = [Message(Kind.CONTROL, 0, 0, 0, bytes([number])) for number in range(3)]
+    for notice in numbered:
+        later.add(peer, notice, SOME_TIME_SECS, is_behind=True)
+    send, links.send = links.send, fail
+    with pytest.raises(ValueError, match="too large"):
+        later.send_behind(peer, [b"call"], is_answer=False)
+    links.send = send
+    later.send_due(notes[0])
+    assert links.parts == [encode_message(notice) for notice in numbered]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ValueError("too large")
 
 
 def test_what_goes_behind_goes_when_it_is_due() -> None:

@@ -10,12 +10,13 @@ import torch
 from weft.errors import ConfigError, WeftError
 from weft.planning.job import Job
 from weft.planning.machine import Link, Links, Machine
-from weft.planning.models import ModelSource, find_model
+from weft.planning.models import ModelError, ModelSource, find_model
 from weft.planning.simulate import Simulated, simulate
 from weft.training.gradient_hooks import HOOKS, check_hook
 from weft.training.layout import KINDS, Layout, plan_layout
 
 GB = 10**9
+MOST_RANKS = 10**6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Eight GPUs of 80 GB a host, with what such GPUs reach in practice and a network card for each.
 EIGHT_GPUS = Machine(
@@ -98,6 +99,8 @@ def check_plan_options(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"plan: --{name.replace('_', '-')} must be at least 1; got {value}.")
+    if options.ranks > MOST_RANKS:
+        raise ConfigError(f"plan: --ranks must be at most {MOST_RANKS}; got {options.ranks}.")
     if options.batch is not None and options.batch_per_rank is not None:
         raise ConfigError("plan: --batch and --batch-per-rank say the same; give one of them.")
     if options.dtype not in DTYPES:
@@ -115,6 +118,8 @@ def _plan_one(source: ModelSource, strategy: str, options: PlanOptions, machine:
         batch = options.global_batch // layout.num_shares
         dtype = DTYPES[options.dtype]
         step = simulate(source.make_job, layout, machine, batch=batch, hook=options.hook, dtype=dtype)
+    except ModelError:
+        raise  # it is not the strategy's fault
     except WeftError as error:
         refusal = str(error).splitlines()[0].removeprefix("train: ").removeprefix("plan: ")
         return StrategyPlan(strategy, refusal=refusal)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WeftError
 from weft.planning.job import Job
 from weft.training.model import SIZES, ModelSize, make_model, next_byte_loss
 from weft.training.strategies import transformer_plan
@@ -27,6 +27,10 @@ LARGE_SIZES: Mapping[str, ModelSize] = {
     "gpt-13b": ModelSize(width=5120, depth=40, num_heads=40, hidden=13824, context=4096),
     "gpt-70b": ModelSize(width=8192, depth=80, num_heads=64, hidden=24576, context=4096),
 }
+
+
+class ModelError(ConfigError):
+    """The user's function could not make a model."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def find_model(name: str, context: int | None = None) -> ModelSource:
     if context is not None:
         raise ConfigError(f"plan: --context is for models by size; {name} makes its own inputs.")
     function = _find_function(name)
-    return ModelSource(name, lambda: _as_job(name, function()))
+    return ModelSource(name, lambda: _as_job(name, _call(name, function)))
 
 
 def _transformer(size: ModelSize) -> Job:
@@ -76,8 +80,10 @@ def _find_function(name: str) -> Callable[[], Any]:
 def _load_module(where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
-    except ImportError as error:
-        raise ConfigError(f"plan: module {where} can't be imported: {error}.") from error
+    except Exception as error:
+        raise ConfigError(
+            f"plan: module {where} can't be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -93,6 +99,15 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         raise ConfigError(f"plan: {path} can't be run: {type(error).__name__}: {error}") from error
     return module
+
+
+def _call(name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except WeftError:
+        raise
+    except Exception as error:
+        raise ModelError(f"plan: {name} raised {type(error).__name__}: {error}") from error
 
 
 def _as_job(name: str, made: Any) -> Job:

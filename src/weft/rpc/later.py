@@ -46,7 +46,11 @@ class Later:
     def send_behind(self, peer: Peer, parts: Sequence[Part], *, is_answer: bool) -> None:
         """Send a message, and what goes behind it. Raises PeerError when the link is closed."""
         messages = _take_all(peer.trailing)
-        self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=bool(messages))
+        try:
+            self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=bool(messages))
+        except BaseException:
+            peer.trailing.extendleft(reversed(messages))  # they go with another, or when they are due
+            raise
         self._send(peer, messages, is_answer=is_answer, is_quiet=False)
 
     def _send(self, peer: Peer, messages: list[Sequence[Part]], *, is_answer: bool, is_quiet: bool) -> None:
