@@ -30,7 +30,7 @@ def blocks() -> nn.Module:
 
 
 class Custom(nn.Module):
-    """A user's class: Dynamo calls the hooks of such a root outside of the graph."""
+    """A user's class."""
 
     def __init__(self) -> None:
         super().__init__()
