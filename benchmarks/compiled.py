@@ -113,8 +113,8 @@ def time_compiling(models: Sequence[Model], num_rounds: int) -> list[CaseResult]
                 module, batch = model.make()
                 if name == "weft":
                     module = weft.replicate(module)
-                    for _ in range(2):  # ties between ranks are not compiling, nor are their buckets
-                        make_step(module, batch)()
+                for _ in range(2):  # ties between ranks are not compiling, nor are their buckets
+                    make_step(module, batch)()
                 compiled: Any = torch.compile(module)
                 step = make_step(compiled, batch)
                 dist.barrier()

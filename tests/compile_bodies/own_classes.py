@@ -6,17 +6,23 @@ Their weights are large enough that gradients are made in their buckets, not cop
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import weft
 from tests.compile_bodies.pairs import Pair, filled, fresh, make_rows, square_loss
 from weft import compiler
 from weft.comm_hooks.default_hooks import bf16_compress_hook
+from weft.data_parallel.dense import DenseBucket
+from weft.tensor_parallel import ColwiseParallel, parallelize_module
 
 WIDE = 136  # squared it is a large gradient
 NUM_WORDS = 150
@@ -50,7 +56,7 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         words = (x * 40).long() % NUM_WORDS  # some of them several times
-        return self.head(torch.tanh(self.embed(words) + self.apart(words)))
+        return self.head(torch.tanh(self.embed(words) + self.apart((words + 3) % NUM_WORDS)))
 
 
 def wide() -> nn.Module:
@@ -65,17 +71,43 @@ def buckets_made() -> int:
     return counters["inductor"]["ddp_buckets"]
 
 
+@contextmanager
+def places() -> Generator[set[tuple[int, int]]]:
+    """Which gradients are made in their buckets meanwhile: a bucket's id, and the place in it."""
+    seen: set[tuple[int, int]] = set()
+    place = DenseBucket.place
+
+    def note(bucket: DenseBucket, reduction: Any, at: int) -> Any:
+        seen.add((id(bucket), at))
+        return place(bucket, reduction, at)
+
+    DenseBucket.place = note
+    try:
+        yield seen
+    finally:
+        DenseBucket.place = place
+
+
 def trained(wrap: str) -> None:
     """The gradients are the eager ones, to the bit where the arithmetic is; and they are made in place."""
-    for make in (wide, words):
-        fresh()
-        counters["inductor"]["ddp_buckets"] = 0
-        Pair(make, wrap, backend=as_graphs).train()
-        assert buckets_made() > 0, f"{make.__name__} is not reduced in the graph"
-        fresh()
-        counters["inductor"]["ddp_buckets"] = 0
-        Pair(make, wrap, backend="inductor", is_exact=False).train()
-        assert buckets_made() > 0, f"{make.__name__} is not reduced in Inductor's graph"
+    for make, num_large in ((wide, 4), (words, 2)):
+        for backend in (as_graphs, "inductor"):
+            fresh()
+            pair = Pair(make, wrap, backend=backend, is_exact=backend is as_graphs)
+            with places() as seen:
+                pair.train(steps=2)  # buckets are planned anew after the first
+                seen.clear()
+                pair.step(5)
+            # Without Inductor nothing says what the gradients of embeddings are made of.
+            assert len(seen) == (0 if make is words and backend is as_graphs else num_large), (make, seen)
+
+
+def small_first(wrap: str) -> None:
+    """A bucket without large gradients goes before those that have them."""
+    fresh()
+    with places() as seen:
+        Pair(wide, wrap, backend=as_graphs, bucket_cap_mb=0.001).train()
+    assert len(seen) >= 4
 
 
 def explained(wrap: str) -> None:
@@ -88,12 +120,24 @@ def explained(wrap: str) -> None:
 
 def added_up(wrap: str) -> None:
     """Gradients that are there already are added to; those that the user holds keep their values."""
-    fresh()
-    pair = Pair(wide, wrap, backend=as_graphs, is_exact=False)  # eager ones are summed in another order
+    for keeps_buffers in (False, True):
+        fresh()
+        pair = Pair(
+            wide, wrap, backend=as_graphs, is_exact=False, gradient_as_bucket_view=keeps_buffers
+        )  # eager ones are summed in another order
+        pair.train(steps=2)
+        pair.zero_grad()
+        for salt in range(3):
+            pair.backward(salt)
+            pair.check()
+        for _ in range(2):
+            pair.zero_grad()
+            pair.backward(3, two_batches)
+            pair.check()
+    pair = Pair(wide, wrap, backend=as_graphs)
+    pair.train(steps=2)
     pair.zero_grad()
-    for salt in range(3):
-        pair.backward(salt)
-        pair.check()
+    pair.backward(6)
     held = [param.grad for param in pair.under.parameters()]
     values = [grad.clone() for grad in held if grad is not None]
     pair.zero_grad()
@@ -114,7 +158,14 @@ def with_a_hook(wrap: str) -> None:
     assert buckets_made() > 0
 
 
-BODIES: list[Callable[[str], None]] = [trained, explained, added_up, with_a_hook]
+def two_batches(model: Any, salt: int, rank: int | None = None) -> Tensor:
+    """Two forwards, of two graphs, and one backward."""
+    rank = dist.get_rank() if rank is None else rank
+    sizes = (4, 7)
+    return sum(model(make_rows(rank, salt, num_rows)).square().mean() for num_rows in sizes)  # type: ignore[return-value]
+
+
+BODIES: list[Callable[[str], None]] = [trained, small_first, explained, added_up, with_a_hook]
 
 
 def by_its_own_method() -> None:
@@ -141,7 +192,7 @@ def many_of_one_class() -> None:
     for salt in range(3):
         for model in (plain, under):
             model.zero_grad()
-            x: Any = make_rows(torch.distributed.get_rank(), salt)
+            x: Any = make_rows(dist.get_rank(), salt)
             sum(block(x).square().mean() for block in model).backward()
         for one, other in zip(plain.parameters(), under.parameters(), strict=True):
             assert one.grad is not None
@@ -165,4 +216,17 @@ def sharded() -> None:
         assert counters["inductor"]["fsdp_scatters"] > 0
 
 
-ALONE: list[Callable[[], None]] = [by_its_own_method, many_of_one_class, sharded]
+def many_that_are_split() -> None:
+    """Tensor parallel leaves the class of modules that are alike the same: they share what is compiled."""
+    fresh()
+    mesh = init_device_mesh("cpu", (2,))
+    blocks = nn.Sequential(*(filled(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), seed) for seed in range(12)))
+    for block in blocks:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        block.compile(backend="aot_eager", fullgraph=True)
+    for salt in range(2):
+        blocks(make_rows(0, salt)).square().mean().backward()
+    assert counters["stats"]["unique_graphs"] <= 4
+
+
+ALONE: list[Callable[[], None]] = [by_its_own_method, many_of_one_class, sharded, many_that_are_split]

@@ -68,6 +68,38 @@ def test_the_graph_before_and_after() -> None:
     assert owner.heard == ["open [2, 1, 0]", "place 0 of 1", "place 0 of 0", "send 0", "send 1", "receive"]
 
 
+def test_the_first_bucket_is_sent_before_anything_is_made_in_place() -> None:
+    owner = HandOwner("A", bucket(slot(0, 3)), bucket(slot(1, ROWS, COLS)))
+    draft, given = drafted()
+    small = draft.call(aten.sin.default, draft.given("z", 3))
+    graph = draft.give(draft.mark(owner, 0, small), draft.mark(owner, 1, product(draft, given)))
+    run_passes(graph)
+    assert written(graph)[:5] == [
+        "sin = sin(z)",
+        "open_buckets = open_buckets(A)",
+        "send_bucket = send_bucket([sin], open_buckets, A, 0)",
+        "t = t(x)",
+        "multiply_in_place = multiply_in_place(None, t, y, False, open_buckets, A, 1, 0)",
+    ]
+    x, y, plus = made()
+    z = torch.randn(3)
+    assert_same(run(graph, x, y, plus, z), [z.sin(), x.t() @ y])
+
+
+def test_a_scattered_row_that_a_product_is_added_to_is_every_rows() -> None:
+    owner = HandOwner("A", bucket(slot(0, ROWS, COLS)))
+    draft, given = drafted()
+    rows, values = draft.given("rows", 2, dtype=torch.int64), draft.given("values", 2, COLS)
+    zeros = draft.call(aten.full.default, [1, COLS], 0, dtype=torch.float32)
+    row = put(draft, zeros, rows, values)
+    node = draft.call(aten.addmm.default, row, draft.call(aten.t.default, given["x"]), given["y"])
+    graph = draft.give(draft.mark(owner, 0, node))
+    run_passes(graph)
+    x, y, plus = (tensor.round() for tensor in made())
+    each = torch.randint(-8, 8, (2, COLS)).float()
+    assert_same(run(graph, x, y, plus, torch.zeros(2).long(), each), [each.sum(0) + x.t() @ y])
+
+
 TURNS: list[tuple[tuple[Any, ...], ...]] = [
     ((aten.t.default,), (aten.t.default,)),
     ((aten.permute.default, [1, 0]),),
@@ -226,6 +258,24 @@ def test_one_that_is_not_sent_from_its_place_is_noticed() -> None:
     verify(graph, found)
     sent.update_arg(1, None)
     with pytest.raises(InternalError, match="not sent behind it"):
+        verify(graph, found)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_one_that_begins_twice_or_never_is_noticed(is_tied: bool) -> None:
+    """Rows that are first would wipe a product out; those that are not would be added to the last step's."""
+    owner = HandOwner("A", bucket(slot(0, ROWS, COLS)))
+    draft, given = drafted()
+    zeros = draft.call(aten.full.default, [ROWS, COLS], 0, dtype=torch.float32)
+    node = put(draft, zeros, draft.given("rows", 8, dtype=torch.int64), given["y"])
+    if is_tied:
+        node = draft.call(aten.addmm.default, node, draft.call(aten.t.default, given["x"]), given["y"])
+    graph = draft.give(draft.mark(owner, 0, node))
+    found = run_passes(graph).found
+    (added,) = calls(graph, ADD_ROWS)
+    assert added.args[3] is not is_tied
+    added.update_arg(3, is_tied)
+    with pytest.raises(InternalError, match="or begins it again"):
         verify(graph, found)
 
 

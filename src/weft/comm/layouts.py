@@ -122,7 +122,8 @@ def check_layout(layout: Placement) -> None:
 
 def _is_layout(layout: Placement) -> bool:
     is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
-    return is_sum or type(layout) in (Replicate, Shard)
+    # Not `in`: Dynamo can't tell then.
+    return is_sum or type(layout) is Replicate or type(layout) is Shard
 
 
 def _launch_gather(

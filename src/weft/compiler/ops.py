@@ -63,7 +63,7 @@ class GradientOwner(Protocol):
     def send(self, bucket: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Start to reduce this bucket, in the owner's memory and by its hook.
 
-        For gradients that were made in their places there is anything.
+        What stands in the list for gradients that were made in their places is not read.
         """
         ...
 

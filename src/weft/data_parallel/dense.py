@@ -62,14 +62,17 @@ class DenseBucket(Bucket):
     def _open(self, reduction: Reduction) -> FlatGradients:
         """The buffer for a reduction that comes in parts."""
         if self._opened is not reduction:
-            self._make_room([None] * len(self._params), reduction.group)
+            # What a graph handed out before may lie in the buffer, and autograd adds to it later.
+            self._make_room([None] * len(self._params), reduction.group, is_for_graph=True)
             self._opened, self._placed = reduction, set()
         return self.gradients
 
-    def _make_room(self, grads: Sequence[torch.Tensor | None], group: ProcessGroup) -> FlatGradients:
+    def _make_room(
+        self, grads: Sequence[torch.Tensor | None], group: ProcessGroup, *, is_for_graph: bool = False
+    ) -> FlatGradients:
         """The buffer, or a new one where the user holds gradients that lie in it."""
-        buffer = self._gradients
-        if buffer is None or buffer.is_spoiled() or (not self._keeps_buffer and buffer.is_kept(grads)):
+        buffer, must_look = self._gradients, is_for_graph or not self._keeps_buffer
+        if buffer is None or buffer.is_spoiled() or (must_look and buffer.is_kept(grads)):
             buffer = self._gradients = FlatGradients(self.plan, self._members, group)
         return buffer
 

@@ -20,6 +20,7 @@ from weft import comm
 from weft.compiler import LARGE_NUMEL
 from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketPlan, ParamSpec
+from weft.errors import InternalError
 from weft.tensors import contiguous_strides, copy_all, local_of, use_count, view_in
 
 Grads = Sequence[torch.Tensor | None]
@@ -96,8 +97,9 @@ class FlatGradients:
 
     def place(self, at: int, scale: float) -> tuple[torch.Tensor, float]:
         """Where a large gradient is made that is not copied, and what it is multiplied by there."""
-        # Elsewhere than on a CPU one kernel scales all of the buffer when it is filled.
-        return self.views[at], scale if self._on_cpu else 1.0
+        if not self._on_cpu:  # one kernel scales all of the buffer
+            raise InternalError("a gradient is made in a bucket that is not on the CPU")
+        return self.views[at], scale
 
     def fill(self, grads: Grads, scale: float, placed: Set[int] = frozenset()) -> None:
         """Copy the gradients in, times `scale`; zeros where there is none. Those in place are only scaled.
@@ -115,11 +117,7 @@ class FlatGradients:
 
     def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float, placed: Set[int]) -> None:
         if not self._on_cpu:
-            views = self.views
-            if placed:
-                left = [at for at in range(len(grads)) if at not in placed]
-                grads, views = [grads[at] for at in left], [views[at] for at in left]
-            copy_all(views, grads)
+            copy_all(self.views, grads)
             self._scale(self.payload, scale)
             return
         for run in self._runs:
@@ -144,9 +142,9 @@ class FlatGradients:
                 view.zero_()
             elif grad is not view:
                 view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-            if placed and self._on_cpu:
+            if placed:
                 self._scale(view, scale)
-        if not (placed and self._on_cpu):
+        if not placed:
             self._scale(self.payload, scale)
 
     @staticmethod

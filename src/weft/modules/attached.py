@@ -6,6 +6,7 @@ so it lives as long as the module and is copied with it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -64,21 +65,33 @@ def owners_below(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def give_class(module: nn.Module, methods: type, prefix: str, first: type | None = None) -> None:
+def give_class(
+    module: nn.Module, methods: type, prefix: str, first: type | None = None, *, has_hooks: bool = True
+) -> None:
     """Make the module an instance of its own class and of `methods`, named with the prefix.
 
-    `first` comes before its own class, so that it can stand in for methods of nn.Module.
+    `first` comes before its own class, so that it can stand in for methods of nn.Module. `has_hooks`: what a
+    graph of the module has to do lies in hooks around its forward, and shall be in the graph.
     """
-    module.__class__ = _join_classes(type(module), methods, prefix, first)
+    own = type(module)
+    is_plain = own._call_impl is nn.Module._call_impl  # type: ignore[attr-defined]
+    # One that is compiled already has its own way to be called.
+    if has_hooks and is_plain and module._compiled_call_impl is None:  # type: ignore[attr-defined]
+        module.__class__ = _make_class(own, methods, prefix, first, _call_impl=_make_call())
+    else:  # alike for modules that are alike, so that they share what is compiled for one of them
+        module.__class__ = _join_classes(own, methods, prefix, first)
 
 
+@functools.cache
 def _join_classes(own: type, methods: type, prefix: str, first: type | None) -> type:
+    return _make_class(own, methods, prefix, first)
+
+
+def _make_class(own: type, methods: type, prefix: str, first: type | None, **inside: Any) -> type:
     # The own class before an abstract one, which would change the layout of the object.
     bases = (own, methods) if first is None else (first, own, methods)
-    inside: dict[str, Any] = {"__module__": own.__module__, "_weft_own_class": own}
-    if own._call_impl is nn.Module._call_impl:  # type: ignore[attr-defined]
-        inside["_call_impl"] = _make_call()
-    return type(f"{prefix}{own.__name__}", bases, inside)
+    known = {"__module__": own.__module__, "_weft_own_class": own}
+    return type(f"{prefix}{own.__name__}", bases, {**known, **inside})
 
 
 def _make_call() -> Callable[..., Any]:
@@ -86,7 +99,7 @@ def _make_call() -> Callable[..., Any]:
 
     It leaves out those of torch's own files. So torch.compile of a module whose class is the user's would
     make pieces of the hooks that lie around its forward, and find none of them in the graph. The code is the
-    module's own, since Dynamo compiles one piece of code for a few modules only.
+    module's own (and its copies'), since Dynamo compiles one piece of code for a few modules only.
     """
     code = _call.__code__.replace(co_name=f"call_{next(_numbers)}")
     return types.FunctionType(code, globals(), "_call_impl")

@@ -81,9 +81,7 @@ def _load_module(where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except Exception as error:
-        raise ConfigError(
-            f"plan: module {where} can't be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"plan: module {where} can't be imported: {_in_a_line(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -97,7 +95,7 @@ def _load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"plan: {path} can't be run: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"plan: {path} can't be run: {_in_a_line(error)}") from error
     return module
 
 
@@ -107,7 +105,11 @@ def _call(name: str, function: Callable[[], Any]) -> Any:
     except WeftError:
         raise
     except Exception as error:
-        raise ModelError(f"plan: {name} raised {type(error).__name__}: {error}") from error
+        raise ModelError(f"plan: {name} raised {_in_a_line(error)}") from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def _as_job(name: str, made: Any) -> Job:

@@ -49,9 +49,18 @@ class Later:
         try:
             self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=bool(messages))
         except BaseException:
-            peer.trailing.extendleft(reversed(messages))  # they go with another, or when they are due
+            self._put_back(peer, messages)
             raise
         self._send(peer, messages, is_answer=is_answer, is_quiet=False)
+
+    def _put_back(self, peer: Peer, messages: Sequence[Sequence[Part]]) -> None:
+        """Let messages that were to go behind another go later."""
+        if not messages:
+            return
+        with self._lock:
+            peer.trailing.extendleft(reversed(messages))
+            due = self._due.setdefault(peer, time.monotonic() + SOME_TIME_SECS)
+        self._note(due)
 
     def _send(self, peer: Peer, messages: list[Sequence[Part]], *, is_answer: bool, is_quiet: bool) -> None:
         """Send messages; the last wakes the peer, unless another one follows that does."""

@@ -45,7 +45,7 @@ class Parallelized:
 def install_runner(module: nn.Module, runner: Runner) -> None:
     """Let the module run by the runner from now on."""
     attach(module, STATE, runner)
-    give_class(module, object, "", first=Parallelized)
+    give_class(module, object, "", first=Parallelized, has_hooks=False)
 
 
 def own_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,7 +55,8 @@ def make_in_place(graph: fx.Graph, found: Reducible) -> int:
     if not places_ or _tunes_products():
         return 0
     order = places(graph)
-    with graph.inserting_before(min((place.made for place in places_), key=order.__getitem__)):
+    first = min([sent[0], *(place.made for place in places_)], key=order.__getitem__)
+    with graph.inserting_before(first):
         opened = add_call(graph, OPEN, found.owner, sent[0].args[4])
     sent[0].update_arg(1, opened)
     for place in places_:
@@ -100,6 +101,10 @@ def _scatters_rows(node: Any) -> bool:
     return adds and is_zeros and is_by_row
 
 
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    return one.meta["val"].shape == other.meta["val"].shape
+
+
 def _is_mask(index: fx.Node) -> bool:
     return index.meta["val"].dtype in (torch.bool, torch.uint8)
 
@@ -110,7 +115,7 @@ def _add_calls(graph: fx.Graph, place: _Place, opened: fx.Node) -> fx.Node:
         return _add_rows(graph, place.made, True, opened, where)
     *rest, left, right = place.made.args
     plus: Any = rest[0] if rest else None
-    if not place.is_turned and _scatters_rows(plus) and len(plus.users) == 1:
+    if not place.is_turned and _scatters_rows(plus) and len(plus.users) == 1 and _are_alike(plus, place.made):
         made = add_call(graph, MULTIPLY, None, left, right, False, opened, *where)
         return _add_rows(graph, plus, False, made, where)
     return add_call(graph, MULTIPLY, plus, left, right, place.is_turned, opened, *where)

@@ -77,9 +77,11 @@ def _check_place(made: fx.Node) -> None:
     is_added_to = user is not None and user.target is ADD_ROWS and user.args[4:] == (made, owner, bucket, at)
     is_sent = user is not None and user.target is SEND and user.args[2:4] == (owner, bucket)
     is_there = is_added_to or (is_sent and user.args[0][at] is made)  # type: ignore[union-attr, index]
-    is_first = isinstance(before, fx.Node) and before.target is OPEN
-    if not is_there or not isinstance(before, fx.Node) or before.target not in (OPEN, MULTIPLY):
+    if not is_there:
         raise InternalError(f"{made} makes gradient {at} of bucket {bucket}, which is not sent from there")
+    is_first = made.target is MULTIPLY or made.args[3]
+    if not isinstance(before, fx.Node) or before.target is not (OPEN if is_first else MULTIPLY):
+        raise InternalError(f"{made} does not begin gradient {at} of bucket {bucket}, or begins it again")
     if is_first and (before.args[0] != owner or not any(other.target is SEND for other in before.users)):
         raise InternalError(f"{before} opens buckets that are not sent behind it")
 
