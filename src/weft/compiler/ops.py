@@ -164,17 +164,19 @@ def _open(owner: int, schedule: str) -> torch.Tensor:
     return torch.empty(0, dtype=rooms[0].dtype, device=rooms[0].device)
 
 
+def _find_place(owner: int, bucket: int, at: int) -> tuple[torch.Tensor, float]:
+    return owner_of(owner).place(bucket, at)
+
+
 def _multiply(
     plus: torch.Tensor | None,
     left: torch.Tensor,
     right: torch.Tensor,
     is_turned: bool,
     after: torch.Tensor,
-    owner: int,
-    bucket: int,
-    at: int,
+    *where: int,
 ) -> torch.Tensor:
-    place, scale = owner_of(owner).place(bucket, at)
+    place, scale = _find_place(*where)
     multiply_into(place.t() if is_turned else place, plus, left, right, scale)
     return after.new_empty(0)  # the product itself would be memory that compilers think is theirs
 
@@ -185,11 +187,9 @@ def _add_rows(
     mask: torch.Tensor | None,
     is_first: bool,
     after: torch.Tensor,
-    owner: int,
-    bucket: int,
-    at: int,
+    *where: int,
 ) -> torch.Tensor:
-    place, scale = owner_of(owner).place(bucket, at)
+    place, scale = _find_place(*where)
     if is_first:
         place.zero_()
     add_rows_into(place, rows, values, mask, scale)
