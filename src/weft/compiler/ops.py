@@ -159,9 +159,9 @@ def _send(
 
 
 def _open(owner: int, schedule: str) -> torch.Tensor:
-    rooms, order = decode_schedule(schedule)
+    _, order = decode_schedule(schedule)
     owner_of(owner).open(order)
-    return torch.empty(0, dtype=rooms[0].dtype, device=rooms[0].device)
+    return _opened(owner, schedule)
 
 
 def _find_place(owner: int, bucket: int, at: int) -> tuple[torch.Tensor, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from weft.planning.machine import Machine
 from weft.planning.page import show_plans
 from weft.planning.profile import default_path, load_profile, save_profile
 from weft.planning.units import read_bytes, read_count, read_secs, show_bytes, show_count, show_secs
+from weft.training.command import fail
 
 EXAMPLES = """\
 MODEL is a size (tiny, small, medium, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b), or a function of
@@ -81,10 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
         elif not arguments.calibrate:
             raise ConfigError("plan: which MODEL? `weft plan small --ranks 8`, say.")
     except WeftError as error:
-        is_mistake = isinstance(error, ConfigError)
-        message = str(error).removeprefix("plan: ")
-        print(f"weft plan: {message.replace(chr(10), ' ') if is_mistake else message}", file=sys.stderr)
-        return 2 if is_mistake else 1
+        return fail("plan", error)
     return 0
 
 
