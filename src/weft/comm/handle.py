@@ -78,7 +78,10 @@ class Handle(Generic[T]):
         if not self._is_waited:
             self._wait(timeout)
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error has this frame, and would keep the handle that keeps the error
         return self._result
 
     def _wait(self, timeout: float | None) -> None:
@@ -104,7 +107,7 @@ class Handle(Generic[T]):
                 if isinstance(error, PeerTimeoutError):
                     raise  # it names the ranks
                 raise self._late(timeout) from error
-            self._error = self._explain(error)
+            self._error = _explained(error, self._ticket)
         self._is_waited = True
         if self._ticket is not None:
             self._ticket.ended(self._error, _end_secs(self._works))
@@ -113,12 +116,6 @@ class Handle(Generic[T]):
     def _late(self, timeout: float) -> BaseException:
         ticket = self._ticket
         return TimeoutError("the collective is not done") if ticket is None else ticket.late(timeout)
-
-    def _explain(self, error: Exception) -> BaseException:
-        explained = error if self._ticket is None else self._ticket.explain(error)
-        if explained is not error:
-            explained.__cause__ = error
-        return explained
 
     def followed(self) -> Handle[T]:
         """This handle, which may now be dropped in silence: its owner waits, unless an error has come out."""
@@ -143,23 +140,8 @@ class Handle(Generic[T]):
             futures = [work.get_future() for work in works]
         except RuntimeError:  # gloo's reduce-scatter has none
             return _completed(self)
-
-        # Waiting for a work inside its own completion would never end, so its futures are
-        # asked instead; `wait` stays possible beside it.
-        def complete(_: Future[Any]) -> T:
-            try:
-                for future in futures:
-                    future.value()
-            except Exception as error:
-                explained = error if ticket is None else ticket.explain(error)
-                if ticket is not None:
-                    ticket.ended(explained, _end_secs(works))
-                raise explained from error
-            if ticket is not None:
-                ticket.ended(None, _end_secs(works))
-            return self._result
-
-        return (futures[0] if len(futures) == 1 else collect_all(futures)).then(complete)
+        completed = futures[0] if len(futures) == 1 else collect_all(futures)
+        return completed.then(_once(_take_result, futures, works, ticket, self._result))
 
     def __del__(self) -> None:
         # Nobody looked whether it went well: with its error gone, gradients could be wrong.
@@ -188,26 +170,29 @@ class _Chained(Handle[Any]):
         self._step = step
 
     def _wait(self, timeout: float | None) -> None:
-        self._take_step(lambda: self._parent.wait(timeout))
+        self._take_step(self._parent.wait, timeout)
 
-    def _take_step(self, get_result: Callable[[], Any]) -> None:
+    def _take_step(self, get_result: Callable[..., Any], *args: Any) -> None:
         value, error = None, None
         try:
-            value = get_result()
+            value = get_result(*args)
         except Exception as caught:
             if isinstance(caught, TimeoutError) and not self._parent.is_done():
                 raise  # what comes before goes on: nothing is settled
-            error = caught
+            error = _without_first_frame(caught)
         with self._mutex:
             if self._is_waited:
                 return
-            try:
-                if error is not None:
-                    raise error
-                self._result = self._step(value)
-            except Exception as caught:
-                self._error = caught
+            if error is None:
+                try:
+                    self._result = self._step(value)
+                except Exception as caught:
+                    error = _without_first_frame(caught)
+            self._error = error
             self._is_waited = True
+            # Frames of the error hold this handle: it keeps nothing else alive.
+            self._parent = _SETTLED
+            del self._step
 
     def followed(self) -> Handle[Any]:
         """This handle, which may now be dropped in silence, and so may what comes before."""
@@ -223,12 +208,76 @@ class _Chained(Handle[Any]):
 
     def future(self) -> Future[Any]:
         """The step's result as a torch Future."""
+        if self._is_waited:
+            return _completed(self)
+        return self._parent.future().then(_once(_take_chained, self))
 
-        def complete(before: Future[Any]) -> Any:
-            self._take_step(before.value)
-            return self.wait()
 
-        return _completed(self) if self._is_waited else self._parent.future().then(complete)
+_SETTLED: Handle[None] = Handle.done(None)
+
+
+def _take_result(
+    _: Future[Any],
+    futures: Sequence[Future[Any]],
+    works: Sequence[dist.Work],
+    ticket: Ticket | None,
+    result: T,
+) -> T:
+    """The result of works that are done, or their error.
+
+    Waiting for a work inside its own completion would never end, so its futures are asked; `Handle.wait`
+    stays possible beside it.
+    """
+    error = None
+    try:
+        for future in futures:
+            future.value()
+    except Exception as caught:
+        error = _explained(_without_first_frame(caught), ticket)
+    if ticket is not None:
+        ticket.ended(error, _end_secs(works))
+    if error is None:
+        return result
+    try:
+        raise error
+    finally:
+        del futures, works, ticket, error  # the error has this frame
+
+
+def _take_chained(before: Future[Any], handle: _Chained) -> Any:
+    """The result of a chained handle whose parent's future is done."""
+    handle._take_step(before.value)
+    try:
+        return handle.wait()
+    finally:
+        del handle  # an error has this frame
+
+
+def _once(step: Callable[..., U], *args: Any) -> Callable[[Future[Any]], U]:
+    """`step` as a callback that has let go of its arguments before its result is out.
+
+    A callback is freed by the group's own thread, at any time after those who wait were woken. If it still
+    held the group then, it could be the last to do so, and gloo's group aborts the process when a thread of
+    its own is the one that frees it. For the same reason no error may keep the arguments in its frames.
+    """
+    held = [args]
+
+    def run(before: Future[Any]) -> U:
+        return step(before, *held.pop())
+
+    return run
+
+
+def _without_first_frame(error: Exception) -> Exception:
+    """The error without the frame that caught it, and what that one holds."""
+    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+def _explained(error: Exception, ticket: Ticket | None) -> BaseException:
+    explained = error if ticket is None else ticket.explain(error)
+    if explained is not error:
+        explained.__cause__ = error
+    return explained
 
 
 def _went_well(work: dist.Work) -> bool:
