@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
 
+from weft.local import kernel
 from weft.rpc import looking
 from weft.rpc.looking import Lookout
 
@@ -18,7 +20,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
         self.slow_secs = 0.0
-        self.num_runnable = 0
+        self.num_moves = 0
 
     def monotonic(self) -> float:
         return self.now
@@ -26,18 +28,20 @@ class Clock:
     def yield_core(self) -> None:
         self.now += TICK_SECS + self.slow_secs
 
+    def leave_core(self) -> None:
+        self.num_moves += 1
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(looking, "time", clock)
     monkeypatch.setattr(looking, "kernel", clock)
-    monkeypatch.setattr(looking, "num_runnable", lambda: clock.num_runnable)
     return clock
 
 
-def make(*, has_cores: bool = True) -> Lookout:
-    lookout = Lookout()
+def make(*, has_cores: bool = True, gives_way: bool = False) -> Lookout:
+    lookout = Lookout(gives_way=gives_way)
     lookout.allow(is_on=True, has_cores=has_cores)
     return lookout
 
@@ -98,19 +102,78 @@ def test_who_had_to_wait_for_the_core_pauses(clock: Clock) -> None:
     assert crowd(lookout, clock) == pytest.approx(pauses[0], rel=0.2)
 
 
-def test_a_machine_with_more_to_do_than_cores_is_not_looked_on_for_long(clock: Clock) -> None:
-    lookout = make()
-    moment_secs = look_in_vain(lookout, clock)
-    lookout.note_woken()
-    clock.num_runnable = 1000
-    assert look_in_vain(lookout, clock) == pytest.approx(moment_secs)
-    clock.num_runnable = 1
-    clock.now += 0.01
-    assert look_in_vain(lookout, clock) > 10 * moment_secs
+def take_turns(lookout: Lookout, clock: Clock, turn_secs: float, num_looks: int) -> None:
+    """Looks in which a message comes after another thread's turn on the core."""
+    for _ in range(num_looks):
+        clock.slow_secs, comes_at = turn_secs, clock.now + TICK_SECS
+        assert lookout.look(partial(_is_past, clock, comes_at), lambda: False)
+    clock.slow_secs = 0.0
 
 
-def test_the_system_says_how_many_want_to_run() -> None:
-    assert looking.num_runnable() >= 1
+def test_who_shares_a_core_with_the_one_it_talks_to_moves(clock: Clock) -> None:
+    lookout = make(gives_way=True)
+    take_turns(lookout, clock, 0.00005, 2)
+    assert clock.num_moves == 0  # it may have been an accident
+    take_turns(lookout, clock, 0.00005, 1)
+    assert clock.num_moves == 1
+    take_turns(lookout, clock, 0.00005, 20)
+    assert clock.num_moves == 1  # it takes a while until that shows
+    clock.now += 0.05
+    take_turns(lookout, clock, 0.00005, 3)
+    assert clock.num_moves == 2
+
+
+def test_of_two_that_talk_only_one_moves(clock: Clock) -> None:
+    take_turns(make(gives_way=False), clock, 0.00005, 50)
+    assert clock.num_moves == 0
+
+
+def test_short_turns_of_other_threads_move_nobody(clock: Clock) -> None:
+    lookout = make(gives_way=True)
+    take_turns(lookout, clock, 0.00001, 50)
+    for _ in range(50):
+        take_turns(lookout, clock, 0.0002, 2)
+        take_turns(lookout, clock, 0.0, 1)
+    assert clock.num_moves == 0
+
+
+def test_a_move_that_does_not_help_is_followed_by_a_pause(clock: Clock) -> None:
+    lookout = make(gives_way=True)
+    take_turns(lookout, clock, 0.003, 1)
+    assert clock.num_moves == 1
+    short_secs = 2 * TICK_SECS  # a look that lasts longer has not paused
+    began_at = clock.now
+    assert not lookout.look(lambda: False, partial(_is_past, clock, began_at + 0.0005))
+    assert clock.now - began_at > 0.0004
+    take_turns(lookout, clock, 0.003, 1)  # again, and too soon to move again
+    assert clock.num_moves == 1
+    lookout.moment_secs = short_secs
+    assert look_in_vain(lookout, clock) == pytest.approx(short_secs, abs=1.1 * TICK_SECS)
+
+
+def test_the_thread_that_moves_keeps_the_cores_it_may_use() -> None:
+    cores = os.sched_getaffinity(0)
+    kernel.leave_core()
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_thread_moves_to_another_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[set[int]] = []
+    monkeypatch.setattr(kernel.os, "sched_setaffinity", lambda _, cores: allowed.append(set(cores)))
+    kernel.leave_core()
+    cores = os.sched_getaffinity(0)
+    assert len(allowed[0]) == len(cores) - 1
+    assert allowed[0] < cores
+    assert allowed[1:] == [cores]
+
+
+def test_a_thread_that_may_not_choose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int, cores: set[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(kernel.os, "sched_setaffinity", refuse)
+    kernel.leave_core()
 
 
 def test_a_moment_is_looked_in_any_case_where_there_are_cores(clock: Clock) -> None:

@@ -15,6 +15,7 @@ import errno
 import os
 import platform
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,18 @@ _DUMMY_WORD = ctypes.c_void_p(ctypes.addressof(_DUMMY))
 def yield_core() -> None:
     """Let another thread have this core for a moment."""
     _libc.sched_yield()
+
+
+def leave_core() -> None:
+    """Move this thread to another core, where it may have one. It may come back at any time."""
+    cores = os.sched_getaffinity(0)
+    others = cores - {_libc.sched_getcpu()}
+    if others:
+        with suppress(OSError):  # what confines this process has changed, or does not let it choose
+            try:
+                os.sched_setaffinity(0, others)
+            finally:
+                os.sched_setaffinity(0, cores)
 
 
 def fence() -> None:

@@ -184,7 +184,7 @@ class Arena:
                     is_lent = slab.page.memory[place.flag] == LENT
                     if is_whole and is_lent and slab.borrowers[place.flag] == peer_id:
                         slab.borrowers[place.flag] = _OWN
-                        return _borrow(slab.page.memory, place)[0]
+                        return _borrow(slab.page, place)[0]
         raise WireError(f"worker {peer_id} hands a block back that it does not have: {place}")
 
     def release_peer(self, peer_id: int) -> None:
@@ -296,11 +296,11 @@ class Borrower:
 
     def borrow(self, place: Place, peer_id: int) -> Bytes:
         """The block's bytes, which may be written to. It goes back when the last user of them is gone."""
-        memory = self.page_of(place, peer_id).memory
-        if place.start < mmap.PAGESIZE or place.start + place.num_bytes > len(memory):
+        segment = self.page_of(place, peer_id)
+        if place.start < mmap.PAGESIZE or place.start + place.num_bytes > segment.name.num_bytes:
             raise WireError(f"worker {peer_id} lends a block outside of its memory: {place}")
-        block, end = _borrow(memory, place, self._loans)
-        self._loans[_address_of(block)] = _Loan(place, peer_id, end)
+        block, address, end = _borrow(segment, place, self._loans)
+        self._loans[address] = _Loan(place, peer_id, end)
         return block
 
     def hand_back(self, tensor: torch.Tensor, num_bytes: int, peer_id: int) -> Place | None:
@@ -336,17 +336,14 @@ class Borrower:
 
 
 def _borrow(
-    memory: mmap.mmap, place: Place, loans: dict[int, _Loan] | None = None
-) -> tuple[Bytes, weakref.finalize[Any, Any]]:
-    """The bytes of a block, and what frees it when they are gone."""
-    block = np.frombuffer(memory, np.uint8, place.num_bytes, place.start)
-    end = weakref.finalize(block, _give_back, os.getpid(), memory, place.flag, loans, _address_of(block))
+    segment: Segment, place: Place, loans: dict[int, _Loan] | None = None
+) -> tuple[Bytes, int, weakref.finalize[Any, Any]]:
+    """The bytes of a block, their address, and what frees it when they are gone."""
+    block = np.frombuffer(segment.memory, np.uint8, place.num_bytes, place.start)
+    address = segment.address + place.start
+    end = weakref.finalize(block, _give_back, os.getpid(), segment.memory, place.flag, loans, address)
     end.atexit = False
-    return block, end
-
-
-def _address_of(block: Bytes) -> int:
-    return block.__array_interface__["data"][0]
+    return block, address, end
 
 
 def _give_back(

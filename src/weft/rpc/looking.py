@@ -2,36 +2,47 @@
 
 To be woken takes longer than most calls, and what has slept runs on cold caches. So a thread that expects a
 message looks for it by itself: for a moment where every worker of the host can have a core, and for longer
-where the last messages came soon. The long looks pause when another thread or process needs the core: the
-longer, the more often that is so.
+where the last messages came soon.
+
+Two workers that talk may end up on one core: whoever is woken starts where its waker is, and a system that
+sees two threads take turns has no reason to part them. Each then waits for the other's turn in every look.
+The one that serves notices and moves to another core; if that does not help, the machine has more to do than
+cores, and the long looks pause: the longer, the more often that is so.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
 from weft.local import kernel
 
 _MOMENT_SECS, _LONG_SECS = 0.0001, 0.002
-_CROWDED_SECS = 0.0003  # a look that takes this long had to wait for its turn
+# A thread that has the core for so long does more than to look for messages itself; for so long, more than to
+# work on one; and for so long because it had its whole share, and wants more.
+_TURN_SECS, _CROWDED_SECS, _SLICE_SECS = 0.00003, 0.0003, 0.001
+_FEW = 3  # such turns in a row are no accident
+_SETTLE_SECS = 0.01  # between two moves
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 0.002, 0.2
-_CHECK_SECS = 0.005  # how long what the system says of its load is taken to hold
-_RECOVERY = 0.95  # of the pause is left after a look that was worth it
+_RECOVERY = 0.8  # of the pause is left after a look that was worth it
 
 
 class Lookout:
-    """Looks for messages on behalf of threads that do so one at a time."""
+    """Looks for messages on behalf of threads that do so one at a time.
 
-    def __init__(self) -> None:
+    `gives_way`: it moves to another core when it shares its own. Of two that talk only one may.
+    """
+
+    def __init__(self, *, gives_way: bool = False) -> None:
+        self._gives_way = gives_way
         self.is_on = False  # whether it may: where each worker has an interpreter of its own
         self.moment_secs = 0.0  # what it takes in any case
         self._is_chat = False  # messages come soon
         self._gave_up_at = 0.0
         self._paused_until = 0.0
         self._pause_secs = _FIRST_PAUSE_SECS
-        self._checked_until = 0.0
+        self._num_shared = 0  # looks in a row in which another thread had the core
+        self._settled_at = 0.0  # until then it stays on its core
 
     def allow(self, *, is_on: bool, has_cores: bool) -> None:
         """Say whether it may look at all, and whether every worker of the host can have a core."""
@@ -43,33 +54,36 @@ class Lookout:
         if not self.is_on:
             return False
         now = time.monotonic()
-        is_long = self._is_chat and now >= self._paused_until and not self._finds_crowd(now)
+        is_long = self._is_chat and now >= self._paused_until
         ends_at = now + (_LONG_SECS if is_long else self.moment_secs)
-        while now < ends_at:
-            if has_mail():
-                self._is_chat = True
-                self._pause_secs = max(_FIRST_PAUSE_SECS, self._pause_secs * _RECOVERY)
-                return True
-            if has_ended():
-                return False
+        longest_turn_secs = 0.0
+        while not (has_come := has_mail()) and now < ends_at and not has_ended():
             before = now
             kernel.yield_core()
             now = time.monotonic()
-            if now - before > _CROWDED_SECS:
-                self._pause(now)
-                break
-        self._gave_up_at = now
-        return False
+            longest_turn_secs = max(longest_turn_secs, now - before)
+        self._note_turn(longest_turn_secs, now)
+        if has_come:
+            self._is_chat = True
+            self._pause_secs = max(_FIRST_PAUSE_SECS, self._pause_secs * _RECOVERY)
+        else:
+            self._gave_up_at = now
+        return has_come
 
-    def _finds_crowd(self, now: float) -> bool:
-        """Whether more threads want to run than there are cores; looked up now and then."""
-        if now < self._checked_until:
-            return False
-        if num_runnable() > (os.cpu_count() or 1):
+    def _note_turn(self, turn_secs: float, now: float) -> None:
+        """Another thread had the core for so long: if it has it again and again, find another one."""
+        if turn_secs < _TURN_SECS:
+            self._num_shared = 0
+            return
+        self._num_shared += 1 if turn_secs < _SLICE_SECS else _FEW
+        if self._num_shared < _FEW:
+            return
+        self._num_shared = 0
+        if self._gives_way and now >= self._settled_at:
+            self._settled_at = now + _SETTLE_SECS
+            kernel.leave_core()
+        elif turn_secs > _CROWDED_SECS:
             self._pause(now)
-            return True
-        self._checked_until = now + _CHECK_SECS
-        return False
 
     def _pause(self, now: float) -> None:
         self._paused_until = now + self._pause_secs
@@ -79,17 +93,3 @@ class Lookout:
         """A message came after the thread went to sleep: if soon, the next look is a long one."""
         if self.is_on:
             self._is_chat = time.monotonic() - self._gave_up_at < _LONG_SECS
-
-
-def num_runnable() -> int:
-    """How many threads of the machine run or wait for a core, this one included; 0 where nobody knows."""
-    try:
-        file = os.open("/proc/loadavg", os.O_RDONLY)
-    except OSError:
-        return 0
-    try:
-        return int(os.read(file, 64).split()[3].split(b"/")[0])
-    except (IndexError, ValueError):
-        return 0
-    finally:
-        os.close(file)

@@ -85,7 +85,7 @@ class Pool:
         self._enter = enter
         self._begin = begin
         self._limit = limit
-        self._lookout = Lookout()  # of the pool's threads
+        self._lookout = Lookout(gives_way=True)  # of the pool's threads
         self._looking = threading.Lock()
         self._caller_lookout = Lookout()  # of the caller that listens
         self._taking = threading.Lock()
