@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,18 +138,47 @@ def test_short_turns_of_other_threads_move_nobody(clock: Clock) -> None:
     assert clock.num_moves == 0
 
 
-def test_a_move_that_does_not_help_is_followed_by_a_pause(clock: Clock) -> None:
+def test_only_the_turn_before_the_message_counts(clock: Clock) -> None:
+    """Any thread may have the core for a moment; only the sender's turn ends with a message."""
     lookout = make(gives_way=True)
+    for _ in range(50):
+        began_at = clock.now
+        clock.slow_secs = 0.0002
+
+        def comes_after_quiet_turns(began_at: float = began_at) -> bool:
+            if clock.now > began_at:
+                clock.slow_secs = 0.0
+            return clock.now > began_at + 0.0002 + 3 * TICK_SECS
+
+        lookout._is_chat = True
+        assert lookout.look(comes_after_quiet_turns, lambda: False)
+    assert clock.num_moves == 0
+
+
+def test_short_turns_make_nobody_pause(clock: Clock) -> None:
+    lookout = make(has_cores=False)
+    lookout._is_chat = True
+    take_turns(lookout, clock, 0.0002, 30)
+    assert look_in_vain(lookout, clock) > 0.001
+
+
+def test_a_move_that_does_not_help_is_followed_by_a_pause(clock: Clock) -> None:
+    lookout = make(has_cores=False, gives_way=True)
+    lookout._is_chat = True
     take_turns(lookout, clock, 0.003, 1)
     assert clock.num_moves == 1
-    short_secs = 2 * TICK_SECS  # a look that lasts longer has not paused
-    began_at = clock.now
-    assert not lookout.look(lambda: False, partial(_is_past, clock, began_at + 0.0005))
-    assert clock.now - began_at > 0.0004
-    take_turns(lookout, clock, 0.003, 1)  # again, and too soon to move again
+    assert look_in_vain(lookout, clock) > 0.001
+    take_turns(lookout, clock, 0.003, 1)  # too soon to move again
     assert clock.num_moves == 1
-    lookout.moment_secs = short_secs
-    assert look_in_vain(lookout, clock) == pytest.approx(short_secs, abs=1.1 * TICK_SECS)
+    assert look_in_vain(lookout, clock) == 0.0
+
+
+def test_a_look_that_was_cut_short_does_not_count_as_given_up(clock: Clock) -> None:
+    lookout = make(has_cores=False)
+    lookout._is_chat = True
+    assert not lookout.look(lambda: False, partial(_is_past, clock, clock.now))
+    lookout.note_woken()  # by a message that nobody looked for in vain
+    assert look_in_vain(lookout, clock) == 0.0
 
 
 def test_the_thread_that_moves_keeps_the_cores_it_may_use() -> None:
@@ -158,14 +188,14 @@ def test_the_thread_that_moves_keeps_the_cores_it_may_use() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_thread_moves_to_another_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("core", sorted(os.sched_getaffinity(0))[:3])
+def test_a_thread_moves_to_another_core(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[set[int]] = []
+    monkeypatch.setattr(kernel, "_libc", SimpleNamespace(sched_getcpu=lambda: core))
     monkeypatch.setattr(kernel.os, "sched_setaffinity", lambda _, cores: allowed.append(set(cores)))
     kernel.leave_core()
     cores = os.sched_getaffinity(0)
-    assert len(allowed[0]) == len(cores) - 1
-    assert allowed[0] < cores
-    assert allowed[1:] == [cores]
+    assert allowed == [cores - {core}, cores]
 
 
 def test_a_thread_that_may_not_choose_stays(monkeypatch: pytest.MonkeyPatch) -> None:

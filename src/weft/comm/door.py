@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,21 +30,27 @@ Tensors = Sequence[torch.Tensor]
 
 
 class _PlainTicket:
-    """A call that nobody watches."""
+    """A call that nobody watches. It does not keep its group: that may be destroyed while it is under way."""
 
     __slots__ = ("_buffers", "_group", "_number", "words")
 
     def __init__(self, group: ProcessGroup, number: int, words: str, buffers: object) -> None:
-        self._group = group
+        self._group = weakref.ref(group)
         self._number = number
         self._buffers = buffers  # held until the handle lets go of the ticket
         self.words = words
 
     def explain(self, error: BaseException) -> BaseException:
-        return explain(error, self._group, self._number, self.words)
+        group = self._group()
+        return error if group is None else explain(error, group, self._number, self.words)
 
     def late(self, timeout_secs: float) -> BaseException:
-        return late_error(self._group, self._number, self.words, timeout_secs)
+        group = self._group()
+        if group is None:
+            return TimeoutError(
+                f"{self.words} was not done within {timeout_secs:g} s; its group is destroyed."
+            )
+        return late_error(group, self._number, self.words, timeout_secs)
 
     def waits(self, works: Sequence[dist.Work]) -> None:
         pass

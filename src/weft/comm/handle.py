@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,10 +79,7 @@ class Handle(Generic[T]):
         if not self._is_waited:
             self._wait(timeout)
         if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # the error has this frame, and would keep the handle that keeps the error
+            raise self._error
         return self._result
 
     def _wait(self, timeout: float | None) -> None:
@@ -107,6 +105,9 @@ class Handle(Generic[T]):
                 if isinstance(error, PeerTimeoutError):
                     raise  # it names the ranks
                 raise self._late(timeout) from error
+            if timeout is not None:  # it may have been done just after: how it went, this says
+                self._wait_for_works(None)
+                return
             self._error = _explained(error, self._ticket)
         self._is_waited = True
         if self._ticket is not None:
@@ -170,16 +171,18 @@ class _Chained(Handle[Any]):
         self._step = step
 
     def _wait(self, timeout: float | None) -> None:
-        self._take_step(self._parent.wait, timeout)
-
-    def _take_step(self, get_result: Callable[..., Any], *args: Any) -> None:
+        parent = self._parent
         value, error = None, None
         try:
-            value = get_result(*args)
+            value = parent.wait(timeout)
         except Exception as caught:
-            if isinstance(caught, TimeoutError) and not self._parent.is_done():
+            if isinstance(caught, TimeoutError) and caught is not parent._error:
                 raise  # what comes before goes on: nothing is settled
-            error = _without_first_frame(caught)
+            error = caught
+        self._take_step(value, error)
+
+    def _take_step(self, value: Any, error: BaseException | None) -> None:
+        """Settle it, with what came before."""
         with self._mutex:
             if self._is_waited:
                 return
@@ -187,12 +190,9 @@ class _Chained(Handle[Any]):
                 try:
                     self._result = self._step(value)
                 except Exception as caught:
-                    error = _without_first_frame(caught)
+                    error = caught
             self._error = error
             self._is_waited = True
-            # Frames of the error hold this handle: it keeps nothing else alive.
-            self._parent = _SETTLED
-            del self._step
 
     def followed(self) -> Handle[Any]:
         """This handle, which may now be dropped in silence, and so may what comes before."""
@@ -213,9 +213,6 @@ class _Chained(Handle[Any]):
         return self._parent.future().then(_once(_take_chained, self))
 
 
-_SETTLED: Handle[None] = Handle.done(None)
-
-
 def _take_result(
     _: Future[Any],
     futures: Sequence[Future[Any]],
@@ -233,24 +230,23 @@ def _take_result(
         for future in futures:
             future.value()
     except Exception as caught:
-        error = _explained(_without_first_frame(caught), ticket)
+        error = _explained(caught, ticket)
     if ticket is not None:
         ticket.ended(error, _end_secs(works))
-    if error is None:
-        return result
-    try:
+    if error is not None:
         raise error
-    finally:
-        del futures, works, ticket, error  # the error has this frame
+    return result
 
 
 def _take_chained(before: Future[Any], handle: _Chained) -> Any:
     """The result of a chained handle whose parent's future is done."""
-    handle._take_step(before.value)
+    value, error = None, None
     try:
-        return handle.wait()
-    finally:
-        del handle  # an error has this frame
+        value = before.value()
+    except Exception as caught:
+        error = caught
+    handle._take_step(value, error)
+    return handle.wait()
 
 
 def _once(step: Callable[..., U], *args: Any) -> Callable[[Future[Any]], U]:
@@ -258,19 +254,18 @@ def _once(step: Callable[..., U], *args: Any) -> Callable[[Future[Any]], U]:
 
     A callback is freed by the group's own thread, at any time after those who wait were woken. If it still
     held the group then, it could be the last to do so, and gloo's group aborts the process when a thread of
-    its own is the one that frees it. For the same reason no error may keep the arguments in its frames.
+    its own is the one that frees it.
     """
     held = [args]
 
     def run(before: Future[Any]) -> U:
-        return step(before, *held.pop())
+        try:
+            return step(before, *held.pop())
+        except Exception as error:
+            clear_frames(error.__traceback__)  # they have the arguments too
+            raise
 
     return run
-
-
-def _without_first_frame(error: Exception) -> Exception:
-    """The error without the frame that caught it, and what that one holds."""
-    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def _explained(error: Exception, ticket: Ticket | None) -> BaseException:

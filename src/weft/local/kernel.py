@@ -1,11 +1,11 @@
-"""The Linux calls that Python does not offer: futex, sched_yield, cross-memory copies.
+"""Calls to Linux: futex, sched_yield, a move to another core, cross-memory copies.
 
 A futex lets a rank sleep until a word in shared memory changes, so that waiting
 burns no core. The cross-memory calls copy between two processes in one pass,
 without a shared buffer; a kernel or a container may forbid them, and
 `can_reach` asks before anyone relies on them.
 
-ctypes releases the GIL during each of these calls.
+The GIL is released during each of these calls, but for `futex_wake_one` and `leave_core`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def yield_core() -> None:
 
 
 def leave_core() -> None:
-    """Move this thread to another core, where it may have one. It may come back at any time."""
+    """Move this thread to another core, where it may have one. It may come back at any time.
+
+    It says afterwards which cores it may use: those it could use before, even if the process gets more.
+    """
     cores = os.sched_getaffinity(0)
     others = cores - {_libc.sched_getcpu()}
     if others:

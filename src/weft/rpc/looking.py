@@ -18,10 +18,10 @@ from collections.abc import Callable
 from weft.local import kernel
 
 _MOMENT_SECS, _LONG_SECS = 0.0001, 0.002
-# A thread that has the core for so long does more than to look for messages itself; for so long, more than to
-# work on one; and for so long because it had its whole share, and wants more.
-_TURN_SECS, _CROWDED_SECS, _SLICE_SECS = 0.00003, 0.0003, 0.001
-_FEW = 3  # such turns in a row are no accident
+_TURN_SECS = 0.00003  # another thread's turn on the core: longer than to look for messages itself
+_CROWDED_SECS = 0.0003  # longer than to work on most of them
+_SLICE_SECS = 0.001  # as long as it may have it, or holds the interpreter's lock: that looks the same
+_FEW = 3  # turns in a row are no accident
 _SETTLE_SECS = 0.01  # between two moves
 _FIRST_PAUSE_SECS, _LAST_PAUSE_SECS = 0.002, 0.2
 _RECOVERY = 0.8  # of the pause is left after a look that was worth it
@@ -30,7 +30,8 @@ _RECOVERY = 0.8  # of the pause is left after a look that was worth it
 class Lookout:
     """Looks for messages on behalf of threads that do so one at a time.
 
-    `gives_way`: it moves to another core when it shares its own. Of two that talk only one may.
+    `gives_way`: the thread that looks moves to another core when it shares its own. If both of two that talk
+    did so at once, they would meet again: those who wait for an answer never do.
     """
 
     def __init__(self, *, gives_way: bool = False) -> None:
@@ -42,7 +43,7 @@ class Lookout:
         self._paused_until = 0.0
         self._pause_secs = _FIRST_PAUSE_SECS
         self._num_shared = 0  # looks in a row in which another thread had the core
-        self._settled_at = 0.0  # until then it stays on its core
+        self._settled_until = 0.0  # until then it stays on its core
 
     def allow(self, *, is_on: bool, has_cores: bool) -> None:
         """Say whether it may look at all, and whether every worker of the host can have a core."""
@@ -56,31 +57,35 @@ class Lookout:
         now = time.monotonic()
         is_long = self._is_chat and now >= self._paused_until
         ends_at = now + (_LONG_SECS if is_long else self.moment_secs)
-        longest_turn_secs = 0.0
+        turn_secs = longest_turn_secs = 0.0
         while not (has_come := has_mail()) and now < ends_at and not has_ended():
             before = now
             kernel.yield_core()
             now = time.monotonic()
-            longest_turn_secs = max(longest_turn_secs, now - before)
-        self._note_turn(longest_turn_secs, now)
+            turn_secs = now - before
+            longest_turn_secs = max(longest_turn_secs, turn_secs)
         if has_come:
             self._is_chat = True
             self._pause_secs = max(_FIRST_PAUSE_SECS, self._pause_secs * _RECOVERY)
-        else:
+        elif now >= ends_at:
             self._gave_up_at = now
+        if longest_turn_secs >= _SLICE_SECS:
+            self._note_company(longest_turn_secs, _FEW, now)
+        elif has_come:  # its sender had the last turn, or a core of its own
+            self._note_company(turn_secs, 1, now)
         return has_come
 
-    def _note_turn(self, turn_secs: float, now: float) -> None:
-        """Another thread had the core for so long: if it has it again and again, find another one."""
+    def _note_company(self, turn_secs: float, weight: int, now: float) -> None:
+        """Somebody had the core for so long: if that happens again and again, find another one, or pause."""
         if turn_secs < _TURN_SECS:
             self._num_shared = 0
             return
-        self._num_shared += 1 if turn_secs < _SLICE_SECS else _FEW
+        self._num_shared += weight
         if self._num_shared < _FEW:
             return
         self._num_shared = 0
-        if self._gives_way and now >= self._settled_at:
-            self._settled_at = now + _SETTLE_SECS
+        if self._gives_way and now >= self._settled_until:
+            self._settled_until = now + _SETTLE_SECS
             kernel.leave_core()
         elif turn_secs > _CROWDED_SECS:
             self._pause(now)
