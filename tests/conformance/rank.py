@@ -123,9 +123,10 @@ def make_barrier() -> Callable[..., None]:
 
 @contextmanager
 def outside_of_groups() -> Generator[None]:
-    """Be a process that belongs to nothing yet. End the RPC agent that is there at the end.
+    """Be a process that belongs to nothing yet. End the RPC agent that a test has left behind.
 
-    A test may leave one behind, or have failed while others wait for this rank.
+    After a failure that is for the rank's process to do, when it has noted the time: those who hear that this
+    worker is gone fail too, and later.
     """
     rpc = importlib.import_module("torch.distributed.rpc")
     backends = rpc.backend_registry.BackendType
@@ -139,11 +140,11 @@ def outside_of_groups() -> Generator[None]:
         yield
     finally:
         rpc.backend_registry.BackendType = backends
-        try:
-            rpc.shutdown(graceful=False)
-        except RuntimeError as error:
-            if "has not been initialized" not in str(error):
-                raise
+    try:
+        rpc.shutdown(graceful=False)
+    except RuntimeError as error:
+        if "has not been initialized" not in str(error):
+            raise
 
 
 def _skips() -> dict[str, Any]:
