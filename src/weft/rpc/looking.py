@@ -70,17 +70,17 @@ class Lookout:
         elif now >= ends_at:
             self._gave_up_at = now
         if longest_turn_secs >= _SLICE_SECS:
-            self._note_company(longest_turn_secs, _FEW, now)
+            self._note_company(longest_turn_secs, now)
         elif has_come:  # its sender had the last turn, or a core of its own
-            self._note_company(turn_secs, 1, now)
+            self._note_company(turn_secs, now)
         return has_come
 
-    def _note_company(self, turn_secs: float, weight: int, now: float) -> None:
+    def _note_company(self, turn_secs: float, now: float) -> None:
         """Somebody had the core for so long: if that happens again and again, find another one, or pause."""
         if turn_secs < _TURN_SECS:
             self._num_shared = 0
             return
-        self._num_shared += weight
+        self._num_shared += 1 if turn_secs < _SLICE_SECS else _FEW
         if self._num_shared < _FEW:
             return
         self._num_shared = 0
