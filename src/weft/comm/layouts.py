@@ -61,8 +61,7 @@ def launch_move(
     """
     if have == want or group.size() == 1:
         return done(local)
-    # By type: torch's placements take ten times as long to say what they are instances of.
-    if type(have) is Partial and type(want) is Replicate and have.reduce_op == "sum":
+    if isinstance(have, Partial) and isinstance(want, Replicate) and have.reduce_op == "sum":
         return all_reduced(
             local, group=group, feature=feature, label=label, is_ours=is_ours, is_waited=is_waited
         )
@@ -122,8 +121,8 @@ def check_layout(layout: Placement) -> None:
 
 def _is_layout(layout: Placement) -> bool:
     is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
-    # Not `in`: Dynamo can't tell then.
-    return is_sum or type(layout) is Replicate or type(layout) is Shard
+    # Not by `type(layout)`: older Dynamos don't know that of a layout that is made while they trace.
+    return is_sum or isinstance(layout, (Replicate, Shard))
 
 
 def _launch_gather(

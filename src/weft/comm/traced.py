@@ -132,6 +132,13 @@ def exchanged(
     return functional.wait_tensor(functional.all_to_all_single(tensor, output_splits, input_splits, group))
 
 
+def can_gather(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether graphs can gather tensors of this device: gloo's op for it kills the process on a GPU."""
+    if device.type == "cpu" or not dist.is_gloo_available():
+        return True
+    return not isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+
+
 def gather_flat(flat: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """Every rank's tensor, one behind the other, as a new one; the group by its name."""
     ops: Any = torch.ops._c10d_functional

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.spread_packing import LARGE_PIECE_BYTES
+from weft.comm.traced import can_gather
 from weft.compiler import allow_in_graph, install, note_gathers, run_at_trace
 from weft.fsdp.cargo import Cargo
 from weft.fsdp.division import plan_division
@@ -176,6 +177,9 @@ def _find_obstacle(group: ParamGroup) -> str:
         return "its parameters are replicated as well"
     if group.shard_device != group.data.device:
         return "its parameters are offloaded"
+    assert group.data.shard_group is not None
+    if not can_gather(group.data.device, group.data.shard_group):
+        return "gloo can't gather tensors of a GPU in a graph; use nccl, or weft's own group"
     for param in group.params:
         if param.is_extended:
             return f"the tensor of {param.name} says itself what is gathered"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
 
@@ -31,3 +33,7 @@ class Labels:
     def _device_types(self) -> list[torch.device]:
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Self:
+        """Itself: there is nothing behind it. Inductor asks, each time that it finds a graph in its cache."""
+        return self

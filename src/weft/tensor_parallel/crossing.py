@@ -21,6 +21,11 @@ from weft.errors import ConfigError
 from weft.tensor_parallel.axis import FEATURE, Axis
 from weft.tensors import local_of, make_dtensor, shaped_spec
 
+# Before torch 2.13 a traced function of autograd returns all that it has computed, not its result alone. What
+# a collective brings is one tensor before and after the wait for it: of two that are the same, the last one
+# returned gets the gradient, and the result none.
+_RETURNS_ALL = torch.__version__ < "2.13"
+
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
@@ -69,7 +74,7 @@ def open_tensor(
 
 def counted(layout: Placement, ndim: int) -> Placement:
     """The same layout, with its dim counted from the front."""
-    return Shard(layout.dim + ndim) if type(layout) is Shard and layout.dim < 0 else layout
+    return Shard(layout.dim + ndim) if isinstance(layout, Shard) and layout.dim < 0 else layout
 
 
 def close_tensor(
@@ -131,7 +136,7 @@ def whole_size_of(
 def as_result(local: torch.Tensor) -> torch.Tensor:
     """What an autograd function made, so that users may write to it: not as a view, which they couldn't."""
     if torch.compiler.is_compiling():  # a graph has no views that could be written to
-        return local
+        return torch.ops.aten._unsafe_view(local, local.shape) if _RETURNS_ALL else local
     return torch.ops.aten._unsafe_view(local, local.shape) if local._is_view() else local
 
 
