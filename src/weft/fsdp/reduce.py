@@ -21,7 +21,7 @@ from weft.fsdp.hooked import fill_rows, reduce_with_hook
 from weft.fsdp.mesh import DataMesh
 from weft.fsdp.param import ShardedParam, arranged_by_rank
 from weft.fsdp.settings import Settings
-from weft.fsdp.storage import allocate_storage, free_storage
+from weft.fsdp.storage import allocate_storage, free_storage, is_cheap
 from weft.fsdp.told import bits_of
 from weft.fsdp.user_hooks import give_all, has_tensor_hooks
 from weft.tensors import copy_all, plan_spread
@@ -99,8 +99,9 @@ class Batch:
 
     def release(self) -> None:
         """Give back memory of gradients that nobody has, where it can be had again for little."""
-        is_cheap = self.data.device.type != "cpu"  # a CPU's new memory costs more than what is put in it
-        if is_cheap and self._shards is not None and not self._shards.is_held(self.params):
+        if self._shards is None or not is_cheap(self.data.device):
+            return
+        if not self._shards.is_held(self.params):
             free_storage(self._shards.flat)
 
     def piece_shapes(self) -> list[torch.Tensor]:
@@ -142,7 +143,7 @@ class Batch:
 
     def give_back(self, spare: torch.Tensor) -> None:
         """The sums in it have been used."""
-        if spare.is_cpu:  # elsewhere memory can be had again for little
+        if not is_cheap(spare.device):
             self._spare = spare
 
 

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
+
+_dear = {"cpu"}  # where new memory costs more than what is put into it
+
+
+def is_cheap(device: torch.device) -> bool:
+    """Whether memory can be given back and had again for little."""
+    return device.type not in _dear
+
+
+@contextmanager
+def memory_as_on_gpu() -> Generator[None]:
+    """For plans, whose tensors of the CPU stand for a GPU's: all memory is cheap inside."""
+    _dear.discard("cpu")
+    try:
+        yield
+    finally:
+        _dear.add("cpu")
 
 
 def allocate_storage(tensor: torch.Tensor) -> None:

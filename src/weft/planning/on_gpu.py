@@ -1,7 +1,7 @@
-"""Layers that have a kernel of their own on a GPU and are made of several operations on a CPU.
+"""What is otherwise on a GPU: layers with a kernel of their own, and memory that is given back sooner.
 
-A plan for GPUs is made with tensors of the CPU. Where a GPU keeps less for backward, this calls its own
-operation.
+A plan for GPUs is made with tensors of the CPU, which have no values. Where a GPU keeps less for backward,
+this calls an operation of the CPU that keeps the same.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
+
+from weft.fsdp.storage import memory_as_on_gpu
 
 
 class _Fused(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.rms_norm:
+        if func is torch.rms_norm or func is rms_norm:  # which calls the first, unseen from here
             return _rms_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -26,14 +29,15 @@ class _Fused(TorchFunctionMode):
 def _rms_norm(
     input: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
-    return torch.ops.aten._fused_rms_norm(input, shape, weight, eps)[0]
+    # A GPU's own kernel reads and writes as often as this one, and keeps the input and a number for each row.
+    return torch.native_layer_norm(input, shape, weight, None, eps or 0.0)[0]
 
 
 @contextmanager
-def fused_as_on_gpu(*, is_on: bool) -> Generator[None]:
-    """Call what a GPU would, while the block runs."""
+def as_on_gpu(*, is_on: bool) -> Generator[None]:
+    """Do what is done for a GPU, while the block runs."""
     if not is_on:
         yield
         return
-    with _Fused():
+    with _Fused(), memory_as_on_gpu():
         yield

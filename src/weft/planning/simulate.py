@@ -18,7 +18,7 @@ from weft.planning.imagined_world import imagined_world
 from weft.planning.job import Job, with_rows
 from weft.planning.machine import Machine
 from weft.planning.memory import Memory, StorageLog, assign_model, followed_resizes
-from weft.planning.on_gpu import fused_as_on_gpu
+from weft.planning.on_gpu import as_on_gpu
 from weft.planning.traffic import Traffic, traffic_of
 from weft.planning.work import work_of
 from weft.training.gradient_hooks import register_hook
@@ -77,7 +77,7 @@ def simulate(
     clock, log = Clock(machine.links), StorageLog()
     with (
         imagined_world(num_ranks, clock, is_local=machine.links.reads_peers),
-        fused_as_on_gpu(is_on=machine.device == "cuda"),
+        as_on_gpu(is_on=machine.device == "cuda"),
         Imagining(_Watch(machine, clock, log)),
         followed_resizes(log),
     ):

@@ -272,7 +272,9 @@ class Links:
     def read_ring(self, peer_id: int) -> None:
         """Receive from a peer's ring: all that it sent before has been received."""
         with self._readers_lock:
-            self._readers = [*self._readers, self._accepted.pop(peer_id)]
+            reader = self._accepted.pop(peer_id, None)
+            if reader is not None:  # else the peer was given up meanwhile
+                self._readers = [*self._readers, reader]
 
     # The end
 
