@@ -170,7 +170,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward may find buffers that differ between ranks."""
-        return self._replica.was_synced
+        return self._replica.reducer.expected.was_synced
 
     @property
     def broadcast_buffers(self) -> bool:

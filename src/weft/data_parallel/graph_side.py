@@ -61,7 +61,6 @@ class GraphSide:
         self.is_idle = False  # there is nothing to reduce
         self.is_fit = False  # graphs can reduce these gradients
         self.is_broken = False  # the module's forward doesn't fit into one graph
-        self.is_inside = False  # a forward is under way that a graph has marks of
         self.wire = ""
         self.first_rank = state_of(reducer.group).ranks[0]
         self.syncs_buffers = bool(parts.buffer_slots) and syncs_buffers
@@ -95,8 +94,8 @@ class GraphSide:
 
     def break_off(self) -> None:
         """A forward that was traced at its start ends outside of any graph."""
-        self.is_inside = False
         self.is_broken = True
+        self._reducer.expected.is_inside = False
         self._reducer.expected.has_left = True
 
     def listen(self) -> None:

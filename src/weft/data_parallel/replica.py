@@ -83,7 +83,6 @@ class Replica:
         self.reducer.on_unused = self.parts.check_in_place
         self.graph = GraphSide(self.reducer, self.parts, syncs_buffers=options.syncs_buffers)
         self.wants_sync = True  # the user's wish for the next forward
-        self.was_synced = True  # at the last forward: only then buffers may differ between ranks
         self.error = ""
         self.hook_name = ""  # where it isn't the hook's own
 
@@ -114,7 +113,7 @@ class Replica:
         return self._moved(args, kwargs)
 
     def _before_eager_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self.graph.is_inside = False  # a forward before this one may have failed
+        self.reducer.expected.is_inside = False  # a forward before this one may have failed
         # A forward within a backward recomputes activations: ranks agreed on everything the first time.
         if current_backward() is None:
             self.parts.check_frozen()
@@ -153,7 +152,8 @@ class Replica:
 
     def will_sync_buffers(self) -> bool:
         """Whether the next forward starts with one rank's buffers for all."""
-        return self.was_synced and self.options.syncs_buffers and bool(self.parts.buffer_slots)
+        has_any = self.options.syncs_buffers and bool(self.parts.buffer_slots)
+        return has_any and self.reducer.expected.was_synced
 
     def sync_buffers(self, src: int) -> None:
         """Take the buffers of one rank of the group for all."""
@@ -176,13 +176,13 @@ class Replica:
         return output
 
     def _after_eager_forward(self, output: Any) -> Any:
-        if self.graph.is_inside:
+        if self.reducer.expected.is_inside:
             self.graph.break_off()
         if not torch.is_grad_enabled():
             if current_backward() is None and not self.owner._join_config.enable:
-                self.was_synced = False
+                self.reducer.expected.was_synced = False
             return output
-        self.was_synced = self.wants_sync
+        self.reducer.expected.was_synced = self.wants_sync
         self.reducer.expect(is_synced=self.wants_sync)
         if self.reducer.is_listening and is_backward_traced():
             self.graph.listen()
@@ -196,15 +196,15 @@ class Replica:
     # In a graph: only what can be traced, on plain attributes
 
     def _before_traced_forward(self) -> None:
-        graph = self.graph
+        graph, expected = self.graph, self.reducer.expected
         at_trace(graph.note_before)
-        if self.was_synced and graph.syncs_buffers:
+        if expected.was_synced and graph.syncs_buffers:
             self._sync_traced_buffers()
         if graph.is_idle or graph.is_broken or not torch.is_grad_enabled():
             return
-        if graph.wire != "" and self.wants_sync and not self.reducer.expected.has_unsynced:
+        if graph.wire != "" and self.wants_sync and not expected.has_unsynced:
             at_trace(graph.note_marked)
-            graph.is_inside = True
+            expected.is_inside = True
 
     def _sync_traced_buffers(self) -> None:
         if self.group.size() == 1:
@@ -216,17 +216,17 @@ class Replica:
                 comm.broadcast(buffer, first, self.group, feature=FEATURE, label="buffers").wait()
 
     def _after_traced_forward(self) -> None:
-        if self.graph.is_inside:
-            at_trace(self.graph.note_after)
-            self.graph.is_inside = False
-            if self.graph.is_broken:
-                self.reducer.expected.has_left = True
+        graph, expected = self.graph, self.reducer.expected
+        if expected.is_inside:
+            at_trace(graph.note_after)
+            expected.is_inside = False
+            if graph.is_broken:
+                expected.has_left = True
         if not torch.is_grad_enabled():
-            self.was_synced = False
-        elif not self.graph.is_idle:
-            self.was_synced = self.wants_sync
-            self.reducer.expected.is_synced = self.wants_sync
-            self.reducer.expected.is_open = self.reducer.expected.is_traced = True
+            expected.was_synced = False
+        elif not graph.is_idle:
+            expected.was_synced = expected.is_synced = self.wants_sync
+            expected.is_open = expected.is_traced = True
 
     # Options that change
 
@@ -256,7 +256,7 @@ class Replica:
         source, note = find_last(False, self.group, self.device)
         if note & _SYNCS_BUFFERS:
             self.sync_buffers(source)
-        self.was_synced = bool(note & _REDUCES)
+        self.reducer.expected.was_synced = bool(note & _REDUCES)
         if note & _REDUCES:
             self.reducer.shadow()
 

@@ -28,9 +28,14 @@ def one_at_a_time(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Expectation:
-    """What the last forward lets the reducer expect. Compiled code reads and writes it."""
+    """What the last forward lets the reducer expect.
+
+    Compiled code reads it, and writes to it and nothing else: Dynamo takes its time for each object.
+    """
 
     def __init__(self) -> None:
+        self.is_inside = False  # a forward is under way that a graph has marks of
+        self.was_synced = True  # at the last forward: only then buffers may differ between ranks
         self.is_synced = True  # the backward shall reduce
         self.is_open = False  # it is still to come
         self.is_traced = False  # gradients come all at once: their order tells nothing
