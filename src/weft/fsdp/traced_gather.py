@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from weft.comm.traced import gather_flat, scatter_flat
-from weft.compiler import made_again_in_backward
+from weft.compiler import made_again_in_backward, opened_in_graph
 from weft.fsdp.cargo import Cargo
-from weft.tensors import local_of
 
 
 def gather_in_graph(cargo: str, frees: bool, sharded: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -24,36 +22,9 @@ def gather_in_graph(cargo: str, frees: bool, sharded: Sequence[Tensor]) -> tuple
 
     A step of the graph: compilers look into it only when autograd has been through.
     """
-    pieces: list[Any] = [
-        _Opened.apply(param) if isinstance(param, DTensor) else param  # type: ignore[no-untyped-call]
-        for param in sharded
-    ]
+    pieces = [opened_in_graph(param) for param in sharded]
     gathered: Any = _Gathered.apply(cargo, frees, *pieces)  # type: ignore[no-untyped-call]
     return gathered
-
-
-class _Opened(torch.autograd.Function):
-    """`apply(param)`: this rank's piece of it.
-
-    DTensor's own `to_local` is not for pieces of different sizes, whose gradients it gives other strides than
-    their parameters have, so that autograd copies them; and before torch 2.13 what nobody has used gets zeros
-    from it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.placements = param.device_mesh, param.placements
-        ctx.shape, ctx.strides = param.shape, param.stride()
-        local = local_of(param)
-        return local.view_as(local)  # autograd writes on what is returned, and that is the parameter's own
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> DTensor | None:
-        (grad,) = grads
-        if grad is None:
-            return None
-        return DTensor.from_local(grad, ctx.mesh, ctx.placements, shape=ctx.shape, stride=ctx.strides)
 
 
 class _Gathered(torch.autograd.Function):
