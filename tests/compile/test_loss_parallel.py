@@ -23,6 +23,11 @@ def loss_of(x: Any) -> Any:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
+def loss_in_two_steps(x: Any) -> Any:
+    loss: Any = F.nll_loss(F.log_softmax(x, 1), TARGET)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
 def loss_inside(x: Any) -> Any:
     with loss_parallel():
         return loss_of(x)
@@ -31,17 +36,24 @@ def loss_inside(x: Any) -> Any:
 def run_compiled() -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    loss_of(whole).backward()
     start, size = (0, 3) if dist.get_rank() == 0 else (3, 2)
-    for fn, context, is_dynamic in ((loss_inside, nullcontext, False), (loss_of, loss_parallel, True)):
+    cases: list[tuple[Any, Any, bool]] = [
+        (loss_inside, nullcontext, False),
+        (loss_of, loss_parallel, True),
+        (loss_in_two_steps, loss_parallel, False),
+    ]
+    for fn, context, is_dynamic in cases:
         torch._dynamo.reset()
+        whole.grad = None
+        expected = fn(whole)
+        expected.backward()
         local = whole.detach()[:, start : start + size].clone().requires_grad_()
         split = DTensor.from_local(local, mesh, [Shard(1)], shape=whole.shape, stride=whole.stride())
         compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
         with context():
             loss = compiled(split)
         loss.backward()
-        torch.testing.assert_close(loss, loss_of(whole))
+        torch.testing.assert_close(loss, expected)
         assert whole.grad is not None
         torch.testing.assert_close(local.grad, whole.grad[:, start : start + size])
 

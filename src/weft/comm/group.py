@@ -51,7 +51,8 @@ def resolve_group(group: object) -> dist.ProcessGroup:
         raise ConfigError(
             f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives."
         )
-    if group not in c10d._world.pg_map:
+    # Before torch 2.13 Dynamo finds no group there that it got from a mesh. Graphs look groups up themselves.
+    if not torch.compiler.is_compiling() and group not in c10d._world.pg_map:
         raise StateError("this process group was destroyed. Make a new one with torch.distributed.new_group.")
     return group
 

@@ -32,17 +32,15 @@ def reduce_scatter_single(
 
 
 _OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_NAME_OF = {getattr(dist.ReduceOp, name): name.lower() for name in _OP_NAMES}
+_KINDS = tuple((getattr(dist.ReduceOp, name), name.lower()) for name in _OP_NAMES)
 
 
 def op_name(op: Any) -> str:
     """A reduce op in lower case, as functional collectives and records name it."""
-    if op is dist.ReduceOp.SUM:  # the usual one; torch's ops take long to hash
-        return "sum"
-    name = _NAME_OF.get(op)
-    if name is not None:
-        return name
-    for candidate, name in _NAME_OF.items():
-        if op == candidate:  # a ReduceOp with a factor equals its kind, but hashes otherwise
+    for kind, name in _KINDS:
+        if op is kind:  # torch's ops take long to hash, and Dynamo can't before torch 2.13
+            return name
+    for kind, name in _KINDS:
+        if op == kind:  # a ReduceOp with a factor
             return name
     raise ConfigError(f"unknown reduce op {op!r}; torch.distributed.ReduceOp has {', '.join(_OP_NAMES)}.")

@@ -3,6 +3,7 @@
 from weft.compiler.backend import backend
 from weft.compiler.explain import Explanation, Launch, explain
 from weft.compiler.install import install
+from weft.compiler.opened import opened_in_graph
 from weft.compiler.ops import GradientOwner, enlist
 from weft.compiler.pipeline import PASSES, Work, run_passes
 from weft.compiler.schedule import LARGE_NUMEL, Bucket, Slot, Wire
@@ -45,6 +46,7 @@ __all__ = [
     "made_again_in_backward",
     "note_gathers",
     "note_owner",
+    "opened_in_graph",
     "run_at_trace",
     "run_passes",
     "settings",

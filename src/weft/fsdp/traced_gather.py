@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from weft.comm.traced import gather_flat, scatter_flat
-from weft.compiler import made_again_in_backward
+from weft.compiler import made_again_in_backward, opened_in_graph
 from weft.fsdp.cargo import Cargo
 
 
@@ -23,7 +22,7 @@ def gather_in_graph(cargo: str, frees: bool, sharded: Sequence[Tensor]) -> tuple
 
     A step of the graph: compilers look into it only when autograd has been through.
     """
-    pieces = [param.to_local() if isinstance(param, DTensor) else param for param in sharded]
+    pieces = [opened_in_graph(param) for param in sharded]
     gathered: Any = _Gathered.apply(cargo, frees, *pieces)  # type: ignore[no-untyped-call]
     return gathered
 

@@ -25,6 +25,7 @@ from torch.distributed import ReduceOp
 from weft import comm
 from weft.autograd import traced_inside_only
 from weft.tensor_parallel.axis import FEATURE
+from weft.tensor_parallel.crossing import as_result
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -39,8 +40,15 @@ class ClassShard:
     num_classes: int
     group: dist.ProcessGroup
 
-    def launch(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM) -> comm.Handle[torch.Tensor]:
-        """Start to reduce what ranks have of each position."""
+    def launch_sum(self, tensor: torch.Tensor) -> comm.Handle[torch.Tensor]:
+        """Start to sum what ranks have of each position."""
+        return self._launch(tensor, ReduceOp.SUM)
+
+    def launch_max(self, tensor: torch.Tensor) -> comm.Handle[torch.Tensor]:
+        """Start to find the largest of what ranks have of each position."""
+        return self._launch(tensor, ReduceOp.MAX)
+
+    def _launch(self, tensor: torch.Tensor, op: Any) -> comm.Handle[torch.Tensor]:
         return comm.all_reduced(tensor, op, self.group, feature=FEATURE, label="loss")
 
 
@@ -137,7 +145,7 @@ def _shift(values: torch.Tensor, shard: ClassShard) -> tuple[torch.Tensor, torch
     else:
         sizes = [1 if dim == shard.dim else size for dim, size in enumerate(values.shape)]
         peak = values.new_full(sizes, -math.inf)
-    peak = shard.launch(peak, ReduceOp.MAX).wait()
+    peak = shard.launch_max(peak).wait()
     return values - peak, peak
 
 
@@ -148,8 +156,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, aims: Aims, shard: ClassShard) -> torch.Tensor:
         shifted, peak = _shift(local.to(aims.hit.dtype), shard)
-        aimed = shard.launch(_aimed(shifted, aims, shard))
-        total = shard.launch(shifted.exp_().sum(shard.dim)).wait()
+        aimed = shard.launch_sum(_aimed(shifted, aims, shard))
+        total = shard.launch_sum(shifted.exp_().sum(shard.dim)).wait()
         ctx.save_for_backward(local, peak, total)
         ctx.aims, ctx.shard = aims, shard
         return torch.where(aims.keep, aims.whole * total.log() - aimed.wait(), 0)
@@ -175,8 +183,8 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, shard: ClassShard, dtype: torch.dtype) -> torch.Tensor:
         shifted, _ = _shift(local.to(wide_dtype(dtype)), shard)
-        total = shard.launch(shifted.exp().sum(shard.dim, keepdim=True)).wait()
-        result = shifted.sub_(total.log_()).to(dtype)
+        total = shard.launch_sum(shifted.exp().sum(shard.dim, keepdim=True)).wait()
+        result = as_result(shifted.sub_(total.log_()).to(dtype))
         ctx.save_for_backward(result)
         ctx.shard, ctx.dtype = shard, local.dtype
         return result
@@ -205,7 +213,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, shard: ClassShard) -> torch.Tensor:
         ctx.shard = shard
-        return shard.launch(tensor).wait()
+        return as_result(shard.launch_sum(tensor).wait())
 
     @staticmethod
     @traced_inside_only
