@@ -3,7 +3,7 @@
 from weft.compiler.backend import backend
 from weft.compiler.explain import Explanation, Launch, explain
 from weft.compiler.install import install
-from weft.compiler.opened import opened_in_graph
+from weft.compiler.opened import opened_piece
 from weft.compiler.ops import GradientOwner, enlist
 from weft.compiler.pipeline import PASSES, Work, run_passes
 from weft.compiler.schedule import LARGE_NUMEL, Bucket, Slot, Wire
@@ -46,7 +46,7 @@ __all__ = [
     "made_again_in_backward",
     "note_gathers",
     "note_owner",
-    "opened_in_graph",
+    "opened_piece",
     "run_at_trace",
     "run_passes",
     "settings",

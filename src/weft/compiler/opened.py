@@ -1,8 +1,8 @@
-"""DTensors opened in graphs, with gradients that lie as they do.
+"""DTensors opened, in graphs too, with gradients that lie as they do.
 
 DTensor's own `to_local` is not for pieces of different sizes: their gradients have other strides than their
-parameters, so that autograd copies them. Before torch 2.13 such a copy is whole on every rank, and what
-nobody has used gets zeros.
+parameters, so that autograd copies them. Before torch 2.13 such a copy is whole on every rank, what nobody
+has used gets zeros, and there are no second derivatives.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from weft.tensors import contiguous_strides, local_of
 
 
-def opened_in_graph(param: Tensor) -> Tensor:
+def opened_piece(param: Tensor) -> Tensor:
     """What this rank holds of a DTensor, for autograd too; another tensor as it is.
 
-    A step of the graph: Dynamo is not to look into it.
+    In a graph it is a step: Dynamo is not to look into it.
     """
     if not isinstance(param, DTensor):
         return param

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.traced import gather_flat, scatter_flat
-from weft.compiler import made_again_in_backward, opened_in_graph
+from weft.compiler import made_again_in_backward, opened_piece
 from weft.fsdp.cargo import Cargo
 
 
@@ -22,7 +22,7 @@ def gather_in_graph(cargo: str, frees: bool, sharded: Sequence[Tensor]) -> tuple
 
     A step of the graph: compilers look into it only when autograd has been through.
     """
-    pieces = [opened_in_graph(param) for param in sharded]
+    pieces = [opened_piece(param) for param in sharded]
     gathered: Any = _Gathered.apply(cargo, frees, *pieces)  # type: ignore[no-untyped-call]
     return gathered
 

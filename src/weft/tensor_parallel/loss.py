@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from weft import comm
+from weft.compiler import opened_piece
 from weft.errors import ConfigError, ConfigTypeError, UnfitError, UnsupportedError
 from weft.tensor_parallel import class_shards
 from weft.tensor_parallel.class_shards import HALVES, Aims, ClassShard, make_aims, wide_dtype
@@ -137,7 +138,9 @@ class _Border:
 
     def open(self) -> torch.Tensor:
         """What this rank has of the logits, for autograd too."""
-        return self.logits.to_local(grad_placements=self.logits.placements)
+        if torch.compiler.is_compiling():  # Dynamo knows DTensor's own way
+            return self.logits.to_local(grad_placements=self.logits.placements)
+        return opened_piece(self.logits)
 
     def close(self, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
         """A result as a DTensor, for autograd too."""

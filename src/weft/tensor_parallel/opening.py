@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from weft.autograd import traced_inside_only
-from weft.compiler import allow_in_graph, opened_in_graph, run_at_trace
+from weft.compiler import allow_in_graph, opened_piece, run_at_trace
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, counterpart, cross
 from weft.tensor_parallel.gradients import hand_over
@@ -24,14 +24,14 @@ def open_param(param: Any, grad_layout: Placement, axis: Axis) -> torch.Tensor:
     """What this rank holds of a parameter, for autograd too: its gradient is a DTensor in `grad_layout`."""
     if torch.compiler.is_compiling():
         if grad_layout == param.placements[0] and _let_open_in_graph():
-            return opened_in_graph(param)
+            return opened_piece(param)
         return param.to_local(grad_placements=[grad_layout])  # Dynamo knows DTensor's own way
     return _Open.apply(param, grad_layout, axis)  # type: ignore[no-any-return]
 
 
 @run_at_trace
 def _let_open_in_graph() -> bool:
-    allow_in_graph(opened_in_graph)
+    allow_in_graph(opened_piece)
     return True
 
 
