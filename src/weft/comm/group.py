@@ -19,6 +19,9 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.errors import ConfigError, StateError
 
+# Before torch 2.13 Dynamo doesn't find a mesh's group among those that are there.
+_IS_BLIND = torch.__version__ < "2.13"
+
 
 @dataclass(eq=False, slots=True)
 class GroupState:
@@ -51,8 +54,7 @@ def resolve_group(group: object) -> dist.ProcessGroup:
         raise ConfigError(
             f"rank {dist.get_rank()} is not a member of this group; only its members may call collectives."
         )
-    # Before torch 2.13 Dynamo finds no group there that it got from a mesh. Graphs look groups up themselves.
-    if not torch.compiler.is_compiling() and group not in c10d._world.pg_map:
+    if not (_IS_BLIND and torch.compiler.is_compiling()) and group not in c10d._world.pg_map:
         raise StateError("this process group was destroyed. Make a new one with torch.distributed.new_group.")
     return group
 

@@ -28,6 +28,8 @@ from weft.comm.handle import Handle
 from weft.errors import UnsupportedError
 from weft.tensors import local_of
 
+_SUM = Partial()
+
 
 def chunk_sizes(full_size: int, num_chunks: int) -> list[int]:
     """How many of `full_size` rows each rank has."""
@@ -61,7 +63,7 @@ def launch_move(
     """
     if have == want or group.size() == 1:
         return done(local)
-    if isinstance(have, Partial) and isinstance(want, Replicate) and have.reduce_op == "sum":
+    if _is_sum(have) and isinstance(want, Replicate):
         return all_reduced(
             local, group=group, feature=feature, label=label, is_ours=is_ours, is_waited=is_waited
         )
@@ -120,9 +122,13 @@ def check_layout(layout: Placement) -> None:
 
 
 def _is_layout(layout: Placement) -> bool:
-    is_sum = isinstance(layout, Partial) and layout.reduce_op == "sum"
     # Not by `type(layout)`: older Dynamos don't know that of a layout that is made while they trace.
-    return is_sum or isinstance(layout, (Replicate, Shard))
+    return _is_sum(layout) or isinstance(layout, (Replicate, Shard))
+
+
+def _is_sum(layout: Placement) -> bool:
+    """Whether ranks have addends: not rows of which others have the rest, or norms, which torch adds too."""
+    return isinstance(layout, Partial) and layout == _SUM
 
 
 def _launch_gather(

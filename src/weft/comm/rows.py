@@ -4,7 +4,7 @@ A control message, not traffic of the model: it passes by torch's dispatcher, so
 those who count collectives there (CommDebugMode) don't count it. It is waited for
 inside the call.
 
-Private names of torch, used here and nowhere else: `ProcessGroup._get_backend` (the
+Private names of torch, used here and in traced.py: `ProcessGroup._get_backend` (the
 backend that a group has for a device).
 """
 

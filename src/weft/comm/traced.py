@@ -3,7 +3,8 @@
 Only what functional collectives can say is here. The rest of the door's calls
 (messages, objects, gathers to one rank) break the graph and run eagerly.
 
-This is the one place that uses `torch.distributed._functional_collectives`.
+This is the one place that uses `torch.distributed._functional_collectives`. `ProcessGroup._get_backend`, a
+private name of torch too, is used here and in rows.py.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ def can_gather(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether graphs can gather tensors of this device: gloo's op for it kills the process on a GPU."""
     if device.type == "cpu" or not dist.is_gloo_available():
         return True
-    return not isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+    backend = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL there is one around it.
+    return not isinstance(getattr(backend, "wrapped_pg", backend), dist.ProcessGroupGloo)
 
 
 def gather_flat(flat: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from weft.autograd import traced_inside_only
 from weft.tensors import contiguous_strides, local_of
 
 
@@ -36,6 +37,7 @@ class _Opened(torch.autograd.Function):
         return local.view_as(local)  # autograd writes on what is returned, and that is the parameter's own
 
     @staticmethod
+    @traced_inside_only
     def backward(ctx: Any, *grads: Tensor | None) -> DTensor | None:
         (grad,) = grads
         if grad is None:

@@ -21,6 +21,7 @@ from weft.comm_hooks.bucket import GradBucket, GradHook
 from weft.comm_hooks.hook_check import check_hook
 from weft.comm_hooks.mean import only_tensor
 from weft.errors import ConfigError, StateError
+from weft.fsdp.storage import is_cheap
 from weft.tensors import use_count
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Room:
 
     def take(self, numel: int, like: torch.Tensor, data: DataMesh) -> torch.Tensor:
         """A flat tensor with anything in it, that nobody else has: not even a hook that has kept a bucket."""
-        if not like.is_cpu:
+        if is_cheap(like.device):
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         kept, fresh_count = self._kept.get(like.dtype, (None, 0))
         if kept is None or kept.numel() < numel or use_count(kept) > fresh_count:

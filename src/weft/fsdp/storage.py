@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 
-_dear = {"cpu"}  # where new memory costs more than what is put into it
+
+class _Here(threading.local):
+    is_plan_for_gpu = False
+
+
+_here = _Here()
 
 
 def is_cheap(device: torch.device) -> bool:
-    """Whether memory can be given back and had again for little."""
-    return device.type not in _dear
+    """Whether memory can be given back and had again for little. A CPU's new memory is dearer than a copy."""
+    return device.type != "cpu" or _here.is_plan_for_gpu
 
 
 @contextmanager
 def memory_as_on_gpu() -> Generator[None]:
-    """For plans, whose tensors of the CPU stand for a GPU's: all memory is cheap inside."""
-    _dear.discard("cpu")
+    """For plans, whose tensors of the CPU stand for a GPU's: all memory is cheap inside, on this thread."""
+    outer, _here.is_plan_for_gpu = _here.is_plan_for_gpu, True
     try:
         yield
     finally:
-        _dear.add("cpu")
+        _here.is_plan_for_gpu = outer
 
 
 def allocate_storage(tensor: torch.Tensor) -> None:

@@ -12,6 +12,11 @@ class Labels:
 
     _name = ""
     _desc = ""
+    # What c10d asks of backends before it calls what only some of them have.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -37,3 +42,7 @@ class Labels:
     def _get_backend(self, device: torch.device) -> Self:
         """Itself: there is nothing behind it. Inductor asks, each time that it finds a graph in its cache."""
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether c10d may have memory from it."""
+        return False

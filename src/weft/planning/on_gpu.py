@@ -27,10 +27,12 @@ class _Fused(TorchFunctionMode):
 
 
 def _rms_norm(
-    input: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
+    if weight is not None and weight.dtype is not input.dtype:  # which no kernel does at once
+        return torch.rms_norm(input, normalized_shape, weight, eps)
     # A GPU's own kernel reads and writes as often as this one, and keeps the input and a number for each row.
-    return torch.native_layer_norm(input, shape, weight, None, eps or 0.0)[0]
+    return torch.native_layer_norm(input, normalized_shape, weight, None, eps or 0.0)[0]
 
 
 @contextmanager
