@@ -135,9 +135,9 @@ def whole_size_of(
 
 def as_result(local: torch.Tensor) -> torch.Tensor:
     """What an autograd function made, so that users may write to it: not as a view, which they couldn't."""
-    if torch.compiler.is_compiling():  # a graph has no views that could be written to
-        return torch.ops.aten._unsafe_view(local, local.shape) if _RETURNS_ALL else local
-    return torch.ops.aten._unsafe_view(local, local.shape) if local._is_view() else local
+    # A graph has no views that could be written to.
+    needs_own = _RETURNS_ALL if torch.compiler.is_compiling() else local._is_view()
+    return torch.ops.aten._unsafe_view(local, local.shape) if needs_own else local
 
 
 def cross(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
