@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 
 
 def current_backward() -> int | None:
@@ -51,12 +52,17 @@ def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:
 
 
 def run_engine(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, retain_graph: bool
+    roots: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    edges: Sequence[GradientEdge],
+    edge_gradients: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool,
 ) -> None:
-    """Run a backward, as torch.autograd.backward.
+    """Run a backward, as torch.autograd.backward, from tensors and from edges of the graph.
 
     Its checks of roots and gradients take longer than a small graph does. They are left out where they can't
-    find anything: where all roots are plain real scalars.
+    find anything: where all roots are plain real scalars. Those of edges are the engine's own.
     """
     if all(_is_plain_start(root, start) for root, start in zip(roots, gradients, strict=True)):
         starts = [
@@ -65,8 +71,8 @@ def run_engine(
         ]
         engine: Any = Variable._execution_engine
         engine.run_backward(
-            tuple(roots),
-            tuple(starts),
+            (*roots, *edges),
+            (*starts, *edge_gradients),
             keep_graph=retain_graph,
             create_graph=False,
             inputs=(),
@@ -74,12 +80,28 @@ def run_engine(
             accumulate_grad=True,
         )
     else:
-        torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+        everything: Any = [*roots, *edges]
+        torch.autograd.backward(everything, [*gradients, *edge_gradients], retain_graph=retain_graph)
 
 
 def _is_plain_start(root: torch.Tensor, start: torch.Tensor | None) -> bool:
     is_plain = type(root) is torch.Tensor and not root.ndim and root.dtype.is_floating_point
     return is_plain and (start is None or (not start.ndim and start.dtype is root.dtype))
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether somebody has registered hooks on a node, in Python. torch tells who registers one more."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_pass)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _pass(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 def is_reachable(roots: Iterable[Any], wanted: Iterable[Any]) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.autograd import Unsynced
+from weft.dist_autograd.cuts import cut_sent
 from weft.errors import StateError
 
 if TYPE_CHECKING:
@@ -22,10 +23,14 @@ _NUM_ENDED = 4096  # contexts whose end is remembered: messages of theirs may st
 
 @dataclass(slots=True)
 class Sent:
-    """Tensors that were sent to another worker, or to this one."""
+    """Tensors that were sent to another worker, or to this one. Their token is made when they are on the way.
+
+    Invariant: one of `tensors` and `token` is there. Without `tensors` the graph behind them is cut.
+    """
 
     peer_id: int
-    token: torch.Tensor
+    tensors: Sequence[torch.Tensor] | None
+    token: torch.Tensor | None = None
 
 
 class DistAutogradContext:
@@ -45,12 +50,30 @@ class DistAutogradContext:
         self._numbers = itertools.count(1)
         self._num_received = itertools.count()
 
-    def add_sent(self, peer_id: int, cut: Callable[[int], torch.Tensor]) -> int:
-        """Keep the token that `cut` makes for tensors that are sent; its number."""
+    def add_sent(self, peer_id: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Note tensors that are about to be sent; the number they go under."""
+        number = next(self._numbers)
         with self.lock:
-            number = next(self._numbers)
-            self.sent[number] = Sent(peer_id, cut(number))
+            self.sent[number] = Sent(peer_id, tensors)
         return number
+
+    def cut(self, number: int) -> None:
+        """Cut the graph behind tensors that were sent, as it is now, unless that is done."""
+        with self.lock:
+            if number in self.sent:
+                self._node_of(number)
+
+    def nodes_of(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """The nodes behind which the graph of what was sent under these numbers lies."""
+        with self.lock:
+            return {number: self._node_of(number) for number in numbers}
+
+    def _node_of(self, number: int) -> Any:
+        sent = self.sent[number]
+        if sent.token is None:
+            assert sent.tensors is not None
+            sent.token, sent.tensors = cut_sent(number, sent.tensors), None
+        return sent.token.grad_fn
 
     def check_sent(self, number: int, worker: object) -> None:
         """Raise where the graph of what was sent under a number is no longer there."""
@@ -75,8 +98,7 @@ class DistAutogradContext:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        with self.lock:
-            return {number: sent.token.grad_fn for number, sent in self.sent.items()}
+        return self.nodes_of(list(self.sent))
 
     def _recv_functions(self) -> dict[int, Any]:
         return dict(self.received)

@@ -3,11 +3,11 @@
     sender:    ... -> tensors -> Send          Send's token keeps the graph behind the tensors
     receiver:  Recv -> tensors -> ...          the tensors are Recv's outputs
 
-In a backward Recv gives the gradients of its outputs away, to the sender, and Send hands those that arrived
-to the tensors that were sent. A Send whose gradients are not there yet waits for them. Such ones have the
-lowest priority of all nodes, so autograd's engine comes to one when nothing else is left to do, and to the
-latest send first: what waits for another worker never keeps from it what that worker waits for, since
-whatever was sent later is done before.
+In a backward Recv gives the gradients of its outputs away, to the sender. There the engine starts at the
+tensors that were sent, with the gradients that arrived (starts.py). Where they are not there yet it starts at
+Send, which waits for them and hands them on. Such ones have the lowest priority of all nodes, so autograd's
+engine comes to one when nothing else is left to do, and to the latest send first: what waits for another
+worker never keeps from it what that worker waits for, since whatever was sent later is done before.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from weft.autograd import accumulation_node, traced_inside_only
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
 
-# Makes outputs need gradients; gets none itself. On the CPU, whatever the default device: its node and those
-# of tokens run on the thread that called backward.
+# Makes outputs need gradients; what it gets itself nobody reads. On the CPU, whatever the default device: its
+# node and those of tokens run on the thread that called backward.
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
 _anchor_node = accumulation_node(_anchor)  # held, so that it is not made again by several threads at once
-_one = torch.ones((), device="cpu")
+_one, _zero = torch.ones((), device="cpu"), torch.zeros((), device="cpu")
 
 
 class _Send(Function):
@@ -111,6 +112,11 @@ def recorded(function: Callable[..., Any], *args: Any) -> Any:
 def root_gradient() -> torch.Tensor:
     """The gradient to start a token with."""
     return _one
+
+
+def second_start() -> tuple[GradientEdge, torch.Tensor]:
+    """Something to start at beside another: torch tells hooks that a start which is alone will not run."""
+    return GradientEdge(_anchor_node, 0), _zero
 
 
 def is_anchor(variable: torch.Tensor) -> bool:

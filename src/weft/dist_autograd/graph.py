@@ -43,6 +43,10 @@ class Reached:
                     pending.append(parent)
         return cuts
 
+    def has(self, node: Any) -> bool:
+        """Whether a node was reached."""
+        return node in self._nodes
+
     def _add_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)
         if variable is not None and not is_anchor(variable):

@@ -11,7 +11,9 @@ here.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -22,6 +24,7 @@ from weft.autograd import Renew, Unsynced, accumulation_node, on_announcement, t
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
+from weft.dist_autograd.starts import Start
 from weft.errors import StateError
 from weft.fsdp.param import is_whole
 from weft.tensors import dense_strides, holder_count, use_count
@@ -107,21 +110,38 @@ class Landing:
         self._lent_ids: set[int] = set()
         self._renew: list[Renew] = []
         self._shared: dict[int, torch.Tensor] = {}  # gradients that other leaves may get too, by id
+        self._own: set[int] = set()  # ids of gradients that nobody else has, for certain
         self._unsynced: list[tuple[Unsynced, Any]] = []
 
     def prepare(self, nodes: Iterable[Any]) -> None:
         """Let gradients of these leaves land in the context, from now until it is settled."""
-        try:
-            for node in nodes:
-                self._prepare(node)
-        except BaseException:
-            self.settle(has_failed=True)
-            raise
+        for node in nodes:
+            self._prepare(node)
+
+    def expect(self, starts: Sequence[Start]) -> None:
+        """Hear what the engine starts with: gradients that came in a message, some for leaves as they are."""
+        num_starts = Counter(id(grad) for _, grad in starts)
+        for edge, grad in starts:
+            variable = getattr(edge.node, "variable", None)
+            # One that came for several, or that a hook could keep, is not the leaf's alone.
+            if variable is not None and num_starts[id(grad)] == 1 and not variable._backward_hooks:
+                self._own.add(id(grad))
+
+    def take(self, starts: Sequence[Start]) -> bool:
+        """Take gradients that came for leaves which nobody watches; False, with none taken, for others."""
+        if not all(_is_as(grad, edge.node.variable) for edge, grad in starts):  # type: ignore[attr-defined]
+            return False
+        self.expect(starts)
+        for edge, grad in starts:
+            self.add(edge.node.variable, grad)  # type: ignore[attr-defined]
+        return True
 
     def _prepare(self, node: Any) -> None:
         variable = node.variable
         if is_whole(variable):
             return  # gradients of its shards are announced
+        if id(variable) in self._lent_ids:
+            return
         if hooks_of(variable) and (reducers := reducers_of(variable)):
             for reducer in reducers:
                 self.lend([member.param for member in reducer.members], reducer.plans.renew)
@@ -135,7 +155,10 @@ class Landing:
 
     def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
         """Take a leaf's gradient, to be added to what the context has of it."""
-        if id(grad) not in self._shared and _is_alone(grad) and _is_fit_to_keep(grad, variable):
+        is_alone = id(grad) in self._own or (
+            id(grad) not in self._shared and _are_few(_count_holders(grad), count_fresh())
+        )
+        if is_alone and _is_fit_to_keep(grad, variable):
             self._added[variable] = grad
         else:
             self._added[variable] = _copy_like(grad, variable)
@@ -202,6 +225,7 @@ class Landing:
                     leaf.remove()
                     del _leaves[leaf_id]
         self._shared.clear()
+        self._own.clear()
 
     def _hand_over(self) -> None:
         """Give the context its gradients."""
@@ -222,12 +246,28 @@ class Landing:
                     grads[variable] = grad + known if is_replaced else known.add_(grad)
 
 
-def _is_alone(grad: torch.Tensor) -> bool:
-    """Whether nobody but autograd holds a gradient, or has a tensor that shares its memory."""
-    fresh_holders, fresh_uses = count_fresh()
-    if holder_count(grad) > fresh_holders:
-        return False
-    return grad.layout is not torch.strided or type(grad) is not torch.Tensor or use_count(grad) <= fresh_uses
+def _count_holders(grad: torch.Tensor) -> tuple[int, int, int]:
+    """How often a gradient is held in C++ and in Python, and by tensors that share its memory."""
+    has_memory = grad.layout is torch.strided and type(grad) is torch.Tensor
+    return holder_count(grad), sys.getrefcount(grad), use_count(grad) if has_memory else 0
+
+
+def _are_few(counts: tuple[int, int, int], fresh: tuple[int, int, int]) -> bool:
+    return counts[0] <= fresh[0] and counts[1] <= fresh[1] and counts[2] <= fresh[2]
+
+
+class _Trial:
+    """Counts where a landing does."""
+
+    counts = (0, 0, 0)
+
+    def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
+        self.counts = _count_holders(grad)
+
+
+def _is_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:
+    """Whether autograd would pass a gradient on to a leaf as it is."""
+    return grad.shape == variable.shape and grad.dtype is variable.dtype and grad.device == variable.device
 
 
 def _is_fit_to_keep(grad: torch.Tensor, variable: torch.Tensor) -> bool:
@@ -249,21 +289,18 @@ def _copy_like(grad: torch.Tensor, variable: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def count_fresh() -> tuple[int, int]:
-    """How often autograd itself holds a gradient that nobody else has, when the hook gets it.
+def count_fresh() -> tuple[int, int, int]:
+    """How often autograd itself holds a gradient that nobody else has, when `Landing.add` gets it.
 
     Tried out once, and not on import: a process whose engine has run can't be forked.
     """
-    counts: list[tuple[int, int]] = []
-    leaf = torch.zeros(1, device="cpu", requires_grad=True)
+    leaf, trial = torch.zeros(1, device="cpu", requires_grad=True), _Trial()
     with torch.enable_grad():
         doubled = leaf * 2
-    handle = accumulation_node(leaf).register_prehook(
-        lambda grads: counts.append((holder_count(grads[0]), use_count(grads[0])))
-    )
+    handle = accumulation_node(leaf).register_prehook(lambda grads: trial.add(leaf, grads[0]))
     torch.autograd.backward([doubled], [torch.ones(1, device="cpu")])
     handle.remove()
-    return counts[0]
+    return trial.counts
 
 
 def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynced | None) -> None:

@@ -55,6 +55,11 @@ def take_gradients(
     return failure, *flatten_batch(left)
 
 
-def find_part(context_id: int, number: int, retain_graph: bool, numbers: list[int]) -> None:
-    """Note that what this worker sent under these numbers takes part in a backward, and what follows."""
-    _tracker().find_part(context_id, number, retain_graph, numbers)
+def find_part(
+    context_id: int, number: int, retain_graph: bool, asker_id: int, *numbers: int
+) -> tuple[int, ...]:
+    """Note that what this worker sent under these numbers takes part in a backward, and what follows.
+
+    Returns the numbers of what the asker has sent and takes part thereby.
+    """
+    return tuple(_tracker().find_part(context_id, number, retain_graph, asker_id, numbers))

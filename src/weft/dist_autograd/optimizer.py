@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.dist_autograd import api as autograd
+from weft.dist_autograd.quick_steps import step_quickly, with_fused
 from weft.errors import ConfigError, ConfigTypeError, PeerError, PeerTimeoutError, StateError
-from weft.rpc import RRef, WorkerInfo, get_worker_info, rpc_async
+from weft.rpc import RRef, WorkerInfo, get_worker_info, rpc_async, rpc_sync
 
 # By the id of the parameter. Only LocalOptimizers hold locks, and they hold the parameters too: an id in here
 # is not another tensor's.
@@ -126,7 +127,9 @@ def _call_owners(calls: Sequence[_Call], doing: str, own: WorkerInfo | None = No
             errors[calls[place][0]] = error
 
     for place, (owner, function, args) in enumerate(calls):
-        if owner != own:
+        if len(calls) == 1 and owner != own:
+            attempt(place, results, partial(rpc_sync, owner, function, args))  # which costs less
+        elif owner != own:
             attempt(place, futures, partial(rpc_async, owner, function, args))
     for place, (owner, function, args) in enumerate(calls):
         if owner == own:
@@ -173,7 +176,8 @@ class LocalOptimizer:
         twins = {param: nn.Parameter(param.detach(), param.requires_grad) for param in params}
         self._pairs = list(twins.items())
         self._locks = _find_locks(twins)
-        self.optim = optimizer_class([twins[param] for param in params], *args, **(kwargs or {}))
+        kwargs = with_fused(optimizer_class, params, kwargs or {})
+        self.optim = optimizer_class([twins[param] for param in params], *args, **kwargs)
 
     def step(self, context_id: int) -> None:
         """Step with the gradients that a context holds here."""
@@ -186,7 +190,7 @@ class LocalOptimizer:
                 for param, twin in self._pairs:
                     _move_memory(twin, to=param)  # which may have been given other memory: module.half()
                     twin.grad = gradients.get(param)
-                self.optim.step()
+                step_quickly(self.optim)
             finally:
                 for param, twin in self._pairs:
                     twin.grad = None
@@ -205,10 +209,15 @@ class LocalOptimizer:
     @contextmanager
     def _alone(self) -> Generator[None]:
         """Keep others from stepping these parameters for the length of the block."""
-        with ExitStack() as held:
+        num_held = 0
+        try:
             for lock in self._locks:
-                held.enter_context(lock)
+                lock.acquire()
+                num_held += 1
             yield
+        finally:
+            for lock in self._locks[:num_held]:
+                lock.release()
 
 
 def _check_param(param: Any) -> None:
@@ -233,11 +242,14 @@ def _find_locks(params: Iterable[Tensor]) -> list[threading.Lock]:
 
 def _move_memory(tensor: Tensor, *, to: Tensor) -> None:
     """Let a tensor lie where the other does, if it doesn't."""
-    if not all(type(one) in _MOVABLE and one.layout is torch.strided for one in (tensor, to)):
-        return
-    is_there = tensor.dtype == to.dtype and tensor.device == to.device and tensor.is_set_to(to)
-    if not is_there:
-        tensor.data = to.data
+    if _is_movable(tensor) and _is_movable(to):
+        is_there = tensor.dtype is to.dtype and tensor.device == to.device and tensor.is_set_to(to)
+        if not is_there:
+            tensor.data = to.data
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    return type(tensor) in _MOVABLE and tensor.layout is torch.strided
 
 
 def make_local_optimizer(

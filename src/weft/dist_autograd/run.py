@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,12 @@ import torch
 from weft.autograd import run_engine
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, root_gradient
+from weft.dist_autograd.cuts import RecvCut, root_gradient, second_start
 from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.landing import Landing
 from weft.dist_autograd.messages import Batch, Grads, flatten_batch, read_batch
 from weft.dist_autograd.running import at_work
+from weft.dist_autograd.starts import Start, Starts, are_leaves, are_unwatched, starts_of
 from weft.errors import PeerTimeoutError
 from weft.rpc.calls import LOOK_AGAIN, Answer, Call, Waiter
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from weft.rpc.tensors import Route
     from weft.rpc.workers import WorkerInfo
 
+_Way = tuple[int, bool]  # a worker's id, and whether it gets answers
 _GRACE_SECS = 1.0  # a worker that waits for gradients in vain shall be the first to say so
 
 
@@ -75,7 +77,9 @@ class Run:
         self._reached = Reached()
         self._taking_part: set[int] = set()  # numbers of what was sent, where that is known exactly
         self._arrived: dict[int, Grads] = {}
-        self._outgoing: dict[tuple[int, bool], tuple[Route, Batch]] = {}
+        self._outgoing: dict[_Way, tuple[Route, Batch]] = {}
+        self._num_owed: dict[_Way, int] = {}  # messages whose gradients this part will give away
+        self._starter: _Way = (-1, True)
         self._deliveries: set[_Delivery] = set()  # without an answer
         self._answers: deque[tuple[_Delivery, Answer]] = deque()
         self._waiter: Waiter | None = None
@@ -85,18 +89,24 @@ class Run:
 
     def give_away(self, cut: RecvCut, grads: Grads) -> None:
         """Gradients of tensors that came from another worker are there."""
+        key = (cut.route.peer_id, cut.route.is_answer)
         with self._lock:
-            key = (cut.route.peer_id, cut.route.is_answer)
             self._outgoing.setdefault(key, (cut.route, []))[1].append((cut.number, grads))
+            self._num_owed[key] -= 1
+            is_all = not self._num_owed[key] and key != self._starter
             self._wake()
+        if is_all and all(grad is None or grad.is_cpu for grad in grads):
+            # What is left to do here, and the wait for other ranks, need not keep that worker waiting.
+            _do_all(self._pack_outgoing(key))
 
     def take_arrived(self, number: int) -> Grads:
         """The gradients of tensors that were sent. Waits for them."""
-        if number not in self._arrived:
-            self._wait_arrived(number)
+        self._wait_arrived(number)
         return self._arrived.pop(number)
 
     def _wait_arrived(self, number: int) -> None:
+        if number in self._arrived:
+            return
         peer_id = self.context.sent[number].peer_id
         if self.agent.is_lost(peer_id):  # before this backward began
             raise self.agent.peers[peer_id].lost_error("its part of a backward")
@@ -142,6 +152,8 @@ class Run:
         for cut in cuts:
             cut.check_context(self.context.id)
             found.setdefault(cut.route.peer_id, []).append(cut.number)
+            way = (cut.route.peer_id, cut.route.is_answer)
+            self._num_owed[way] = self._num_owed.get(way, 0) + 1
         return found
 
     def reach_sent(self, numbers: Sequence[int]) -> dict[int, list[int]]:
@@ -151,8 +163,8 @@ class Run:
             self._taking_part.update(new)
             for number in new:
                 self.context.check_sent(number, self.agent.info)
-            nodes = [self.context.sent[number].token.grad_fn for number in new]
-        return self.reach(nodes)
+        nodes = self.context.nodes_of(new).values()
+        return self.reach([node for node in nodes if not are_leaves(node)])
 
     # Execution
 
@@ -163,18 +175,28 @@ class Run:
         starter_id: int = -1,
     ) -> Batch:
         """Run this part. Returns what is left for the worker that began it; all else is done then."""
-        with self.context.lock:
-            numbers = [
-                number for number in self.context.sent if not self._is_exact or number in self._taking_part
-            ]
-            tokens = [(number, self.context.sent[number].token) for number in numbers]
-        if not self._is_exact:
-            self.reach([*(root.grad_fn for root in roots), *(token.grad_fn for _, token in tokens)])
-        self._run_engine(roots, gradients, tokens)
-        left = self._outgoing.pop((starter_id, True), None)
+        self._starter = (starter_id, True)
+        numbers = [
+            number for number in list(self.context.sent) if not self._is_exact or number in self._taking_part
+        ]
+        starts = Starts(self.context.nodes_of(numbers), self._arrived)
+        if self._is_exact:
+            self.reach([node for node in starts.arrived.values() if are_leaves(node)])
+        else:
+            self.reach([*(root.grad_fn for root in roots), *starts.first])
+        starts.settle(self._reached)
+        try:
+            self._run_first(roots, gradients, starts)
+            if starts.late:
+                self._run_late(starts)
+        except BaseException:
+            self.landing.settle(has_failed=True)
+            raise
+        self.landing.settle(has_failed=False)
+        left = self._outgoing.pop(self._starter, None)
         if left is not None and (self._outgoing or self._deliveries or self._answers):
             # Others may need what follows from it before they are done.
-            self._outgoing[starter_id, True] = left
+            self._outgoing[self._starter] = left
             left = None
         self._wait_until(lambda: not self._deliveries)
         if not self._retain_graph:
@@ -183,25 +205,58 @@ class Run:
                     self.context.sent.pop(number, None)
         return [] if left is None else left[1]
 
+    def _run_first(
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        starts: Starts,
+    ) -> None:
+        if starts.waiting:
+            self._reached.let_wait(list(starts.waiting.values()))
+        self.landing.prepare(self._reached.leaves)
+        tokens = [self.context.sent[number].token for number in starts.waiting]
+        with at_work(self) as more:
+            own = [token for token in tokens if token is not None] + more
+            self._run_engine(
+                [*roots, *own],
+                [*gradients, *([root_gradient()] * len(own))],
+                self._take_starts(starts.arrived),
+            )
+
+    def _run_late(self, starts: Starts) -> None:
+        """Go on with leaves whose gradients come from elsewhere, when they have come."""
+        leaves = starts.late_leaves()
+        are_bare = are_unwatched(leaves)
+        if not are_bare:
+            self.landing.prepare(dict.fromkeys(leaves))
+        for number in starts.late:
+            self._wait_arrived(number)
+        found = self._take_starts(starts.late)
+        if are_bare and self.landing.take(found):
+            return
+        if are_bare:
+            self.landing.prepare(leaves)
+        with at_work(self) as more:
+            self._run_engine(more, [root_gradient()] * len(more), found)
+
+    def _take_starts(self, nodes: Mapping[int, Any]) -> list[Start]:
+        """Where the engine starts for gradients that have arrived, by the numbers of what was sent."""
+        return [
+            start for number, node in nodes.items() for start in starts_of(node, self._arrived.pop(number))
+        ]
+
     def _run_engine(
         self,
         roots: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
-        tokens: list[tuple[int, torch.Tensor]],
+        starts: list[Start],
     ) -> None:
-        waiting = [token.grad_fn for number, token in tokens if number not in self._arrived]
-        if waiting:
-            self._reached.let_wait(waiting)
-        with at_work(self) as more:
-            own = [token for _, token in tokens] + more
-            starts = [*gradients, *([root_gradient()] * len(own))]
-            self.landing.prepare(self._reached.leaves)
-            try:
-                run_engine([*roots, *own], starts, retain_graph=self._retain_graph)
-            except BaseException:
-                self.landing.settle(has_failed=True)
-                raise
-            self.landing.settle(has_failed=False)
+        self.landing.expect(starts)
+        if len(starts) == 1 and not roots:
+            starts.append(second_start())
+        edges, grads = [edge for edge, _ in starts], [grad for _, grad in starts]
+        if roots or edges:
+            run_engine(roots, gradients, edges, grads, retain_graph=self._retain_graph)
 
     def _wait_until(self, is_done: Callable[[], bool], number: int | None = None) -> None:
         timeout_secs = self.agent.resolve_timeout(UNSET_RPC_TIMEOUT)
@@ -227,12 +282,15 @@ class Run:
             if not has_news:
                 return
 
-    def _pack_outgoing(self) -> list[Callable[[], None]]:
-        """Pack what there is for other workers; what sends it."""
+    def _pack_outgoing(self, only: _Way | None = None) -> list[Callable[[], None]]:
+        """Pack what there is for other workers, or for one; what sends it."""
         sends: list[Callable[[], None]] = []
-        while self._outgoing:
+        for key in list(self._outgoing) if only is None else [only]:
             with self._lock:
-                _, (route, batch) = self._outgoing.popitem()
+                found = self._outgoing.pop(key, None)
+                if found is None:
+                    continue  # another thread has it
+                route, batch = found
                 peer = self.agent.directory.find(route.peer_id)
                 delivery = _Delivery(self, peer.info)
                 self._deliveries.add(delivery)

@@ -9,11 +9,10 @@ import torch
 
 from weft.dist_autograd import messages
 from weft.dist_autograd.context import Contexts, DistAutogradContext
-from weft.dist_autograd.cuts import RecvCut, cut_sent, recorded, tie_received
+from weft.dist_autograd.cuts import RecvCut, recorded, tie_received
 from weft.dist_autograd.messages import Batch
 from weft.dist_autograd.run import Abandoned, Run
 from weft.errors import BackwardError, StateError, WeftError
-from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import Failure, describe_failure
 from weft.rpc.tensors import Route
 from weft.rpc.tracking import Stub
@@ -49,7 +48,7 @@ class GraphTracker:
             _note_peer(context, route)
 
     def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
-        """Cut the graph at the tensors of a message that need gradients."""
+        """Note the tensors of a message that need gradients. The graph is cut there when it is sent."""
         context = self.contexts.join(context_id)
         if context is None:
             return None
@@ -58,7 +57,13 @@ class GraphTracker:
         if not places:
             return None
         needy = [tensors[place] for place in places]
-        return context.add_sent(route.peer_id, lambda number: cut_sent(number, needy)), places
+        return context.add_sent(route.peer_id, needy), places
+
+    def on_sent(self, context_id: int, stub: Stub) -> None:
+        """Cut the graph behind the tensors of a message that has been sent."""
+        context = self.contexts.find(context_id)
+        if context is not None:
+            context.cut(stub[0])
 
     def on_withdraw(self, context_id: int, stub: Stub) -> None:
         """Forget a cut whose message was not sent."""
@@ -203,22 +208,33 @@ class GraphTracker:
             _close_run(run)
         return None, left
 
-    def find_part(self, context_id: int, number: int, retain_graph: bool, numbers: list[int]) -> None:
-        """Find out what takes part in a backward through what this worker has sent."""
+    def find_part(
+        self, context_id: int, number: int, retain_graph: bool, asker_id: int, numbers: Sequence[int]
+    ) -> list[int]:
+        """Find out what takes part in a backward through what this worker has sent; what of the asker's."""
         context = self.contexts.get(context_id)
         run = self._open_run(context, number, retain_graph=retain_graph, is_exact=True)
-        if run is not None:
-            self._find_parts(run, retain_graph, run.reach_sent(numbers))
+        if run is None:
+            return []
+        return self._find_parts(run, retain_graph, run.reach_sent(numbers), asker_id)
 
-    def _find_parts(self, run: Run, retain_graph: bool, found: Mapping[int, list[int]]) -> None:
-        caller, futures = self._agent.caller, list[Any]()
-        for peer_id, numbers in found.items():
-            args = (run.context.id, run.number, retain_graph, numbers)
-            futures.append(
-                caller.call_async(peer_id, messages.find_part, args, {}, UNSET_RPC_TIMEOUT, is_internal=True)
-            )
-        for future in futures:
-            future.wait()
+    def _find_parts(
+        self, run: Run, retain_graph: bool, found: Mapping[int, Sequence[int]], asker_id: int = -1
+    ) -> list[int]:
+        """Go on from what was found, by worker, until nothing is. Returns what the asker is to go on from."""
+        own_id, for_asker = self._agent.info.id, list[int]()
+        while found:
+            for_asker += found.get(asker_id, ())
+            next_numbers = [*found.get(own_id, ())]
+            asked = {
+                peer_id: (run.context.id, run.number, retain_graph, own_id, *numbers)
+                for peer_id, numbers in found.items()
+                if peer_id not in (asker_id, own_id)
+            }
+            for numbers in self._agent.caller.ask_all(messages.find_part, asked):
+                next_numbers += numbers
+            found = run.reach_sent(next_numbers)
+        return for_asker
 
     # Failure
 

@@ -9,6 +9,7 @@ import torch
 
 from weft.errors import PeerError, PeerTimeoutError, StateError
 from weft.rpc.calls import AsyncCall, Call, CallFuture, CreationCall, SyncCall
+from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination
 from weft.rpc.notices import REMOTE_IDS, write_notice
 from weft.rpc.owned import OwnedValue
@@ -122,8 +123,26 @@ class Caller:
             rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
             raise
 
+    def ask_all(self, func: Callable[..., Any], args_by_worker: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        """Call one of weft's own functions on several workers at once; what they returned."""
+        timeout_secs = self._agent.resolve_timeout(UNSET_RPC_TIMEOUT)
+        asked: list[tuple[SyncCall, Callable[[], None]]] = []
+        for worker_id, args in args_by_worker.items():
+            peer = self._agent.directory.find(worker_id)
+            call = SyncCall(peer.info, _name_of(func), timeout_secs)
+            call.is_internal = True
+            asked.append((call, self.pack(call, peer, func, args)))
+        for _, send in asked[1:]:
+            send()
+        return [self._wait(call, None if place else send) for place, (call, send) in enumerate(asked)]
+
     def pack(
-        self, call: Call, peer: Peer, func: Callable[..., Any], args: tuple[Any, ...], route: Route
+        self,
+        call: Call,
+        peer: Peer,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        route: Route | None = None,
     ) -> Callable[[], None]:
         """Pack a call of weft's own, which sees to its answer itself; what sends it."""
         packed = self._pack(peer, call, func, args, {}, route)
@@ -162,6 +181,8 @@ class Caller:
         finally:
             if not is_sent:
                 self._agent.packer.withdraw(packed)
+        if is_sent:
+            self._agent.packer.note_sent(packed)
 
     def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
         """Send a call that is packed; False when it was answered with an error instead."""
@@ -195,7 +216,7 @@ class Caller:
             return 0
         return context_id if tracker.is_open(context_id) else 0
 
-    def _wait(self, call: SyncCall, send: Callable[[], object]) -> Any:
+    def _wait(self, call: SyncCall, send: Callable[[], object] | None = None) -> Any:
         if not self._agent.pool.wait_for(call, send) and self._agent.take(call.id) is not None:
             raise call.timeout_error()
         if call.reply is None:  # somebody took it to answer it just as its time was over

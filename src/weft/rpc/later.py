@@ -47,11 +47,12 @@ class Later:
         """Send a message, and what goes behind it. Raises PeerError when the link is closed."""
         messages = _take_all(peer.trailing)
         try:
-            self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=bool(messages))
+            self._links.send(peer.info.id, parts, is_answer=is_answer)
         except BaseException:
             self._put_back(peer, messages)
             raise
-        self._send(peer, messages, is_answer=is_answer, is_quiet=False)
+        # The peer has just been woken. Where it does not look again, it does so after a nap.
+        self._send(peer, messages, is_answer=is_answer, is_quiet=True)
 
     def _put_back(self, peer: Peer, messages: Sequence[Sequence[Part]]) -> None:
         """Let messages that were to go behind another go later."""

@@ -234,6 +234,11 @@ class Packer:
         if packed.stub is not None and self._tracker is not None:
             self._tracker.on_withdraw(packed.context_id, packed.stub)
 
+    def note_sent(self, packed: Packed) -> None:
+        """Do what could wait until a message was sent."""
+        if packed.stub is not None and self._tracker is not None:
+            self._tracker.on_sent(packed.context_id, packed.stub)
+
     def context_of(self, body: bytes | memoryview) -> int:
         """The context of distributed autograd that a message belongs to; 0 for none that is open here."""
         (context_id,) = _CONTEXT.unpack_from(body)

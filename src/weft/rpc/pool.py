@@ -315,7 +315,7 @@ class Pool:
             bell.stop_listening()
             self._listening.release()
             if self._ear.has_mail() and not self._num_awake:  # its sender thought that somebody listens
-                bell.wake()
+                self._take_rest()
 
     def _listen(self, call: Waiter, is_asleep: bool) -> bool:
         bell = self._ear.bell
@@ -351,6 +351,19 @@ class Pool:
                 self.submit(job)
                 if call.left_secs() <= 0:
                     return
+
+    def _take_rest(self) -> None:
+        """Take what came while somebody listened: most of it asks for nothing, and nobody need be woken."""
+        while True:
+            with self._taking:
+                message = self._ear.take()
+                if message is None:
+                    return
+                job = self._accept(message)
+                del message
+            if job is not None:
+                self.submit(job)
+                return  # to one who takes the rest
 
     def submit(self, job: Job) -> None:
         """Have a job done on the pool."""

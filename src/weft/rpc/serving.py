@@ -266,6 +266,8 @@ class Server:
             # It is gone, or this worker ends: nobody is there to be told.
             agent.packer.withdraw(packed)
             logger.debug("an answer to worker %s was not sent", message.sender, exc_info=True)
+            return
+        agent.packer.note_sent(packed)
 
     def _discard(self, message: Message) -> None:
         """Let go of an answer that nobody waits for: what it refers to is given back."""

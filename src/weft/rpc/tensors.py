@@ -116,6 +116,12 @@ class TensorPost:
         return descriptors, parcel.buffers
 
     def _pack(self, tensor: torch.Tensor, parcel: _Parcel) -> Descriptor:
+        if tensor.is_cpu and not parcel.route.device_map and is_dense(tensor) and tensor.is_contiguous():
+            num_bytes = tensor.nbytes
+            if 0 < num_bytes <= INLINE_BYTES and not tensor.is_conj() and not tensor.is_neg():
+                # The usual one, in a few steps.
+                parcel.buffers.append(_copy_bytes(tensor, num_bytes))
+                return _NAMES[tensor.dtype], tuple(tensor.shape), None, tensor.requires_grad, None, None
         if not is_dense(tensor):
             layout, shape, is_coalesced, parts = take_apart(tensor)
             packed = tuple([self._pack(part, parcel) for part in parts])
@@ -154,10 +160,7 @@ class TensorPost:
                 parcel.lent.append((self._arena, place))
                 return tuple(place)
         if num_bytes <= INLINE_BYTES:  # will be copied into the message anyway; this is the fastest way
-            address = tensor.data_ptr() if num_bytes else 0
-            if num_bytes and not address:
-                raise _memory_error(tensor)
-            parcel.buffers.append(memoryview(ctypes.string_at(address, num_bytes)))
+            parcel.buffers.append(_copy_bytes(tensor, num_bytes))
         else:
             raw: Any = _bytes_of(tensor, num_bytes).numpy()
             parcel.buffers.append(memoryview(raw).toreadonly())
@@ -355,6 +358,14 @@ def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
         raise _memory_error(tensor)
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, start, (num_bytes,), (1,))
+
+
+def _copy_bytes(tensor: torch.Tensor, num_bytes: int) -> memoryview:
+    """A copy of so many bytes of the tensor's memory."""
+    address = tensor.data_ptr() if num_bytes else 0
+    if num_bytes and not address:
+        raise _memory_error(tensor)
+    return memoryview(ctypes.string_at(address, num_bytes))
 
 
 def _memory_error(tensor: torch.Tensor) -> Exception:

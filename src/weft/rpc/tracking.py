@@ -30,7 +30,11 @@ class Tracker(Protocol):
         ...
 
     def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
-        """Note what is sent in a context. None where no tensor needs a gradient."""
+        """Note what is about to be sent in a context. None where no tensor needs a gradient."""
+        ...
+
+    def on_sent(self, context_id: int, stub: Stub) -> None:
+        """It is on its way: what takes time is done now, while the peer is at work on it."""
         ...
 
     def on_withdraw(self, context_id: int, stub: Stub) -> None:

@@ -1,0 +1,89 @@
+"""Where the engine starts in one worker's part of a backward, beside the roots: at what was sent.
+
+    gradients have arrived    at the tensors that were sent, with their gradients
+    not yet, leaves           when they are there, after the engine's run: nothing else waits for them
+    not yet, others           at Send, which waits (cuts.py)
+
+Leaves that the run comes to from elsewhere too are treated as others, since autograd adds up what comes from
+several sides; so are those whose hooks look at `.grad`, or that a strategy reduces. Late leaves that nobody
+watches need no engine. For those with hooks it runs a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from weft.autograd import has_hooks
+from weft.data_parallel.user_hooks import hooks_of
+from weft.dist_autograd.graph import Reached
+from weft.dist_autograd.messages import Grads
+from weft.fsdp.param import is_whole
+
+Start = tuple[GradientEdge, torch.Tensor]
+
+
+class Starts:
+    """The nodes of what was sent, by number, with what is to be done at each."""
+
+    def __init__(self, nodes: Mapping[int, Any], arrived: Mapping[int, Grads]) -> None:
+        self.arrived: dict[int, Any] = {}
+        self.waiting: dict[int, Any] = {}
+        self.late: dict[int, Any] = {}  # leaves, for the second run
+        for number, node in nodes.items():
+            if number in arrived:
+                self.arrived[number] = node
+            elif are_leaves(node):
+                self.late[number] = node
+            else:
+                self.waiting[number] = node
+
+    @property
+    def first(self) -> list[Any]:
+        """The nodes from which the first run goes, as far as that is known."""
+        return [*self.arrived.values(), *self.waiting.values()]
+
+    def settle(self, reached: Reached) -> None:
+        """Let those late leaves wait in the engine's run that must. `reached`: by that run, so far."""
+        is_changed = bool(self.late)
+        while is_changed:
+            is_changed = False
+            for number, node in list(self.late.items()):
+                if any(reached.has(leaf) or not _is_plain(leaf.variable) for leaf in _leaves_of(node)):
+                    self.waiting[number] = self.late.pop(number)
+                    reached.add([node])
+                    is_changed = True
+        self.waiting = dict(sorted(self.waiting.items()))  # the order in which they were sent
+
+    def late_leaves(self) -> list[Any]:
+        """The nodes that add to the gradients of late leaves."""
+        return [leaf for node in self.late.values() for leaf in _leaves_of(node)]
+
+
+def are_unwatched(leaves: Sequence[Any]) -> bool:
+    """Whether nodes of leaves differ, and nobody has hooks on them or on their leaves."""
+    return len(set(leaves)) == len(leaves) and not any(
+        leaf.variable._backward_hooks or has_hooks(leaf) for leaf in leaves
+    )
+
+
+def starts_of(node: Any, grads: Iterable[torch.Tensor | None]) -> list[Start]:
+    """Where the engine starts for the gradients of what was sent."""
+    edges = node.next_functions
+    return [(GradientEdge(*edge), grad) for edge, grad in zip(edges, grads, strict=True) if grad is not None]
+
+
+def are_leaves(node: Any) -> bool:
+    """Whether all that was sent are leaves."""
+    return all(getattr(leaf, "variable", None) is not None for leaf, _ in node.next_functions)
+
+
+def _leaves_of(node: Any) -> list[Any]:
+    return [leaf for leaf, _ in node.next_functions]
+
+
+def _is_plain(variable: torch.Tensor) -> bool:
+    return not hooks_of(variable) and not is_whole(variable)
