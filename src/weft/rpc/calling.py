@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from weft.rpc.calls import AsyncCall, Call, CallFuture, CreationCall, SyncCall
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination
 from weft.rpc.notices import REMOTE_IDS, write_notice
-from weft.rpc.owned import OwnedValue
+from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import Packed
 from weft.rpc.peers import Peer
 from weft.rpc.rref import RRef
@@ -175,18 +175,29 @@ class Caller:
     def _post(self, peer: Peer, call: Call, kind: Kind, packed: Packed, ids: bytes = b"") -> None:
         """Send a call that is packed. A dead peer is the call's answer."""
         body = ids + packed.body if ids else packed.body
-        is_sent = False
+        is_sent, homeward = False, packed.cargo.homeward if packed.cargo is not None else ()
         try:
-            is_sent = self._post_call(peer, call, kind, body, packed.buffers)
+            is_sent = self._post_call(peer, call, kind, body, packed.buffers, homeward)
         finally:
             if not is_sent:
                 self._agent.packer.withdraw(packed)
+                self._agent.book.on_answer(call.id)
         if is_sent:
             self._agent.packer.note_sent(packed)
 
-    def _post_call(self, peer: Peer, call: Call, kind: Kind, body: bytes, buffers: list[memoryview]) -> bool:
+    def _post_call(
+        self,
+        peer: Peer,
+        call: Call,
+        kind: Kind,
+        body: bytes,
+        buffers: list[memoryview],
+        homeward: Sequence[GlobalId] = (),
+    ) -> bool:
         """Send a call that is packed; False when it was answered with an error instead."""
         self._agent.calls.add(call)
+        if homeward:
+            self._agent.book.await_answer(call.id, homeward)
         try:
             # The peer may be found dead at any time: from now on that answers the call.
             self._agent.send(peer, kind, call.id, body, buffers)

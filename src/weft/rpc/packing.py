@@ -75,6 +75,8 @@ class Cargo:
 
     peer_id: int
     forks: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    is_answered: bool = False  # when the message has been unpacked, or can't be
+    homeward: list[Any] = field(default_factory=list[Any])  # forks that go to their owner in such a message
     unconfirmed: list[Any] = field(default_factory=list[Any])  # RRefs that arrived, unknown to their owners
 
 
@@ -169,7 +171,7 @@ class Packer:
         self, lifted: Lifted, rrefs: Mapping[int, Reference], route: Route, context_id: int
     ) -> Packed:
         """Pack a call of a simple form, with RRefs in some places."""
-        cargo = Cargo(route.peer_id)
+        cargo = Cargo(route.peer_id, is_answered=not route.is_answer)
         try:
             for rref in rrefs.values():
                 rref.fork_into(cargo)
@@ -201,7 +203,7 @@ class Packer:
         return Packed(body, buffers, None, descriptors, context_id, stub)
 
     def _pickle(self, obj: object, route: Route, context_id: int) -> Packed:
-        outer, cargo = under_way.cargo, Cargo(route.peer_id)
+        outer, cargo = under_way.cargo, Cargo(route.peer_id, is_answered=not route.is_answer)
         under_way.cargo = cargo
         try:
             pickled = pickle_object(_without_parameters(obj) if context_id else obj)

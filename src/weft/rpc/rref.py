@@ -236,7 +236,7 @@ def rebuild_rref(index: int) -> RRef[Any]:
     agent = registry.current_agent("an RRef arrived where RPC is not initialised")
     cargo = current_cargo("it was unpickled")
     fork, owned = agent.book.claim(cargo, index)
-    owner_id, rref_id, fork_id, sender_id = fork
+    owner_id, rref_id, fork_id, sender_id, _ = fork
     if owned is not None:
         rref = RRef.of_owned(agent, owned)
     else:

@@ -5,7 +5,7 @@ Each RRef outside of the owner is a *fork* with an id of its own, which the owne
 - The owner sends an RRef: it puts the new fork on its list when the message is packed.
 - Another worker sends one on: it keeps its own RRef alive (a *pin*) until the receiver says that the owner
   has the new fork on its list ("fork" to the owner, "forked" back, then "accept" to the sender). The same pin
-  keeps an RRef alive that travels to its owner.
+  keeps an RRef alive that travels to its owner, until that says "accept", or answers the call that it was in.
 - An RRef dies: "drop" takes its fork off the list. The value goes with the last one.
 - A worker dies: its forks go off every list, and pins for it are released.
 
@@ -28,8 +28,8 @@ from weft.rpc.packing import Cargo
 if TYPE_CHECKING:
     from weft.rpc.rref import RRef
 
-# (owner's id, the value, this fork, who sent it)
-Fork = tuple[int, tuple[int, int], tuple[int, int], int]
+# (owner's id, the value, this fork, who sent it, whether it goes to its owner in a call)
+Fork = tuple[int, tuple[int, int], tuple[int, int], int, bool]
 
 
 class RRefBook:
@@ -58,6 +58,9 @@ class RRefBook:
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
+        self._unanswered: dict[
+            int, Sequence[GlobalId]
+        ] = {}  # by call: forks that are pinned until its answer
         self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
         self._confirmed = threading.Condition()
         self._is_closed = False
@@ -107,30 +110,42 @@ class RRefBook:
         if rref.is_deleted:
             raise StateError(f"{rref}: Cannot call fork an UserRRef after deletion. RPC was shut down.")
         rref.check_usable("fork()")
-        fork_id = self.new_id()
+        fork_id, owner_id = self.new_id(), rref.owner().id
+        is_home = rref.owned is None and cargo.is_answered and owner_id == cargo.peer_id
+        if is_home:
+            cargo.homeward.append(fork_id)
         with self._lock:
             if rref.owned is not None and cargo.peer_id != self._own_id:
                 rref.owned.holders[fork_id] = cargo.peer_id
                 self._owned[rref.owned.id] = rref.owned
             else:
                 self._pins[fork_id] = (rref, cargo.peer_id)
-        cargo.forks.append((rref.owner().id, tuple(rref.rref_id), tuple(fork_id), self._own_id))
+        cargo.forks.append((owner_id, tuple(rref.rref_id), tuple(fork_id), self._own_id, is_home))
         return len(cargo.forks) - 1
 
     def undo(self, cargo: Cargo) -> None:
         """Take back the forks of a message that was not sent."""
-        for owner_id, rref_id, fork_id, _ in cargo.forks:
+        for owner_id, rref_id, fork_id, _, _ in cargo.forks:
             if owner_id == self._own_id and cargo.peer_id != self._own_id:
                 self.on_drop(cargo.peer_id, [(rref_id, fork_id)])
             else:
                 self._unpin(GlobalId(*fork_id))
+
+    def await_answer(self, call_id: int, homeward: Sequence[GlobalId]) -> None:
+        """Keep RRefs alive that go to their owner in a call, until it is answered."""
+        self._unanswered[call_id] = homeward
+
+    def on_answer(self, call_id: int) -> None:
+        """A call is answered, whoever still waits for it; or it was not sent."""
+        for fork_id in self._unanswered.pop(call_id, ()):
+            self._unpin(fork_id)
 
     # RRefs that arrive
 
     def claim(self, cargo: Cargo, index: int) -> tuple[Fork, OwnedValue | None]:
         """Take a fork out of the cargo of a message that arrived; and its value, on the owner."""
         fork = cargo.forks[index]
-        owner_id, rref_id, fork_id, sender_id = fork
+        owner_id, rref_id, fork_id, sender_id, _ = fork
         owned: OwnedValue | None = None
         if owner_id == self._own_id:
             with self._lock:
@@ -149,9 +164,10 @@ class RRefBook:
 
     def arrived(self, rref: RRef[Any], fork: Fork, cargo: Cargo) -> None:
         """Say that an RRef which arrived is in use here."""
-        owner_id, rref_id, fork_id, sender_id = fork
+        owner_id, rref_id, fork_id, sender_id, is_home = fork
         if owner_id == self._own_id:
-            self._accept(sender_id, GlobalId(*fork_id))
+            if not is_home:
+                self._accept(sender_id, GlobalId(*fork_id))
             return
         self.add_user(rref)
         if owner_id != sender_id:
@@ -172,6 +188,7 @@ class RRefBook:
             held = [*self._owned.values(), *self._pins.values()]
             self._owned.clear()
             self._pins.clear()
+            self._unanswered.clear()
         del held  # not under the lock
         self._users.clear()
         self._unconfirmed.clear()
@@ -184,10 +201,10 @@ class RRefBook:
         for fork in cargo.forks:
             if not fork:
                 continue
-            owner_id, rref_id, fork_id, sender_id = fork
+            owner_id, rref_id, fork_id, sender_id, is_home = fork
             if owner_id == sender_id and owner_id != self._own_id:
                 self._tell(owner_id, ("drop", [(rref_id, fork_id)]))
-            else:
+            elif not is_home:
                 self._accept(sender_id, GlobalId(*fork_id))
 
     def _accept(self, sender_id: int, fork_id: GlobalId) -> None:
@@ -273,6 +290,9 @@ class RRefBook:
             ]
             dead = [pin for pin, (_, dest_id) in self._pins.items() if dest_id == peer_id]
             pinned = [self._pins.pop(fork_id) for fork_id in dead]
+            for call_id, forks in list(self._unanswered.items()):
+                if not any(fork_id in self._pins for fork_id in forks):
+                    self._unanswered.pop(call_id, None)
             released = [owned for owned in self._owned.values() if peer_id in owned.holders.values()]
             for owned in released:
                 owned.holders = {fork: holder for fork, holder in owned.holders.items() if holder != peer_id}

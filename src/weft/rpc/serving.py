@@ -64,6 +64,7 @@ class Server:
                 return lambda: self._serve_call(message, sender)
             if message.kind is Kind.REMOTE:
                 return self._accept_remote(message, sender)
+            agent.book.on_answer(message.call_id)
             call = agent.take(message.call_id)
             return (lambda: self._discard(message)) if call is None else call.answer(message)
         except Exception:
