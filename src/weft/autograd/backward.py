@@ -64,11 +64,12 @@ def run_engine(
     Its checks of roots and gradients take longer than a small graph does. They are left out where they can't
     find anything: where all roots are plain real scalars. Those of edges are the engine's own.
     """
-    if all(_is_plain_start(root, start) for root, start in zip(roots, gradients, strict=True)):
-        starts = [
-            torch.ones_like(root) if start is None else start
-            for root, start in zip(roots, gradients, strict=True)
-        ]
+    starts: list[torch.Tensor] = []
+    for root, start in zip(roots, gradients, strict=True):
+        if not _is_plain_start(root, start):
+            break
+        starts.append(torch.ones_like(root) if start is None else start)
+    if len(starts) == len(roots):
         engine: Any = Variable._execution_engine
         engine.run_backward(
             (*roots, *edges),

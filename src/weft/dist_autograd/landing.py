@@ -120,12 +120,17 @@ class Landing:
 
     def expect(self, starts: Sequence[Start]) -> None:
         """Hear what the engine starts with: gradients that came in a message, some for leaves as they are."""
-        num_starts = Counter(id(grad) for _, grad in starts)
-        for edge, grad in starts:
-            variable = getattr(edge.node, "variable", None)
-            # One that came for several, or that a hook could keep, is not the leaf's alone.
-            if variable is not None and num_starts[id(grad)] == 1 and not variable._backward_hooks:
-                self._own.add(id(grad))
+        at_leaves = [
+            (variable, grad)
+            for edge, grad in starts
+            if (variable := getattr(edge.node, "variable", None)) is not None
+        ]
+        if at_leaves:
+            num_starts = Counter([id(grad) for _, grad in starts])
+            for variable, grad in at_leaves:
+                # One that came for several, or that a hook could keep, is not the leaf's alone.
+                if num_starts[id(grad)] == 1 and not variable._backward_hooks:
+                    self._own.add(id(grad))
 
     def take(self, starts: Sequence[Start]) -> bool:
         """Take gradients that came for leaves which nobody watches; False, with none taken, for others."""

@@ -48,15 +48,18 @@ class Starts:
 
     def settle(self, reached: Reached) -> None:
         """Let those late leaves wait in the engine's run that must. `reached`: by that run, so far."""
-        is_changed = bool(self.late)
-        while is_changed:
-            is_changed = False
-            for number, node in list(self.late.items()):
-                if any(reached.has(leaf) or not _is_plain(leaf.variable) for leaf in _leaves_of(node)):
-                    self.waiting[number] = self.late.pop(number)
-                    reached.add([node])
-                    is_changed = True
-        self.waiting = dict(sorted(self.waiting.items()))  # the order in which they were sent
+        moved = list(self.late.items())
+        while moved:
+            moved = [
+                (number, node)
+                for number, node in self.late.items()
+                if any(reached.has(leaf) or not _is_plain(leaf.variable) for leaf in _leaves_of(node))
+            ]
+            for number, node in moved:
+                self.waiting[number] = self.late.pop(number)
+                reached.add([node])
+        if len(self.waiting) > 1:
+            self.waiting = dict(sorted(self.waiting.items()))  # the order in which they were sent
 
     def late_leaves(self) -> list[Any]:
         """The nodes that add to the gradients of late leaves."""
