@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.dist_autograd import api as autograd
-from weft.dist_autograd.quick_steps import step_quickly, with_fused
+from weft.dist_autograd.quick_steps import step_quickly
 from weft.errors import ConfigError, ConfigTypeError, PeerError, PeerTimeoutError, StateError
 from weft.rpc import RRef, WorkerInfo, get_worker_info, rpc_async, rpc_sync
 
@@ -176,8 +176,7 @@ class LocalOptimizer:
         twins = {param: nn.Parameter(param.detach(), param.requires_grad) for param in params}
         self._pairs = list(twins.items())
         self._locks = _find_locks(twins)
-        kwargs = with_fused(optimizer_class, params, kwargs or {})
-        self.optim = optimizer_class([twins[param] for param in params], *args, **kwargs)
+        self.optim = optimizer_class([twins[param] for param in params], *args, **(kwargs or {}))
 
     def step(self, context_id: int) -> None:
         """Step with the gradients that a context holds here."""

@@ -3,51 +3,35 @@
 An owner steps for every worker that asks, often for a few rows of a large table: there the number of
 operations is what a step costs.
 
-    Adam, AdamW    torch's own fused form, one operation for all parameters, which torch has to be asked for
+    Adam, AdamW    torch's own fused operation, one for all parameters of a group
     SparseAdam     rows are read and written by their numbers, where torch makes sparse tensors of them
 
-The private names of torch that are used for this: an optimizer's `_optimizer_step_pre_hooks` and
-`_optimizer_step_post_hooks`, and those for all optimizers.
+What is of another kind than the code below takes is left to the optimizer's own `step`.
+
+The private names of torch that are used for this: Adam's `_init_group`, `_fused_adam_` and `_fused_adamw_`;
+an optimizer's `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those for all optimizers.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, SparseAdam
 
-_FUSED = (Adam, AdamW)  # not those that take sparse gradients too, which fused forms don't
-_FORMS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # whoever names one has chosen
 _PLAIN = (Tensor, nn.Parameter)
 _everywhere: Any = importlib.import_module("torch.optim.optimizer")  # has the hooks of all optimizers
 
 
-def with_fused(
-    optimizer_class: Callable[..., Any], params: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The arguments for an optimizer, which ask for its fused form where there is one for these parameters.
-
-    For the CPU only: on a GPU torch takes a fast form by itself.
-    """
-    if optimizer_class not in _FUSED or not _FORMS.isdisjoint(kwargs):
-        return kwargs
-    is_fit = all(
-        type(param) in _PLAIN and param.is_cpu and param.layout is torch.strided and param.is_floating_point()
-        for param in params
-    )
-    return {**kwargs, "fused": True} if is_fit else kwargs
-
-
 def step_quickly(optim: Any) -> None:
     """Step an optimizer, in weft's form where there is one and nobody would notice."""
-    if type(optim) is SparseAdam and not _is_watched(optim) and _step_rows(optim):
-        return
-    optim.step()
+    quick_step = _QUICK_STEPS.get(type(optim))
+    if quick_step is None or _is_watched(optim) or not quick_step(optim):
+        optim.step()
 
 
 def _is_watched(optim: Any) -> bool:
@@ -61,13 +45,84 @@ def _is_watched(optim: Any) -> bool:
     )
 
 
-def _step_rows(optim: SparseAdam) -> bool:
+def _are_alike(param: Tensor, *others: Tensor) -> bool:
+    """Whether tensors lie side by side in the same order, so that each can be walked from its start."""
+    return (
+        type(param) in _PLAIN
+        and param.is_cpu
+        and param.is_floating_point()
+        and param.is_contiguous()
+        and all(
+            other.dtype is param.dtype
+            and other.is_cpu
+            and other.shape == param.shape
+            and other.is_contiguous()
+            for other in others
+        )
+    )
+
+
+def _step_fused(optim: Any) -> bool:
+    """Step Adam's parameters at once; False, with none stepped, where torch's operation is not for them."""
+    groups: list[tuple[Mapping[str, Any], list[list[Tensor]]]] = []
+    for group in optim.param_groups:
+        if not _is_usual(group):
+            return False
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        optim._init_group(group, *lists)
+        params, grads, means, squares, largest, _ = lists
+        others = zip(grads, means, squares, *([largest] if group["amsgrad"] else []), strict=True)
+        if not all(_are_alike(param, *each) for param, each in zip(params, others, strict=True)):
+            return False
+        groups.append((group, lists))
+    with torch.no_grad():
+        for group, lists in groups:
+            if lists[0]:
+                _step_group(group, lists)
+    return True
+
+
+def _is_usual(group: Mapping[str, Any]) -> bool:
+    """Whether nobody has chosen how a group is stepped, and its settings are plain numbers."""
+    if group["foreach"] is not None or group["fused"] is not None:
+        return False
+    if group["capturable"] or group["differentiable"]:
+        return False
+    settings = (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+    return all(isinstance(setting, (float, int)) for setting in settings)
+
+
+def _step_group(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
+    operations: Any = torch
+    operations._foreach_add_(lists[5], 1)
+    beta1, beta2 = group["betas"]
+    is_decoupled = group.get("decoupled_weight_decay", False)
+    step = operations._fused_adamw_ if is_decoupled else operations._fused_adam_
+    step(
+        *lists,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+    )
+
+
+def _step_rows(optim: Any) -> bool:
     """Step the rows that gradients have; False, with nothing changed, where these are not of that kind."""
     params = [
         (param, group) for group in optim.param_groups for param in group["params"] if param.grad is not None
     ]
     for param, _ in params:
-        if type(param) not in _PLAIN or not param.grad.is_sparse or param.grad.sparse_dim() != 1:
+        if type(param) not in _PLAIN or not param.is_contiguous():
+            return False
+        if not param.grad.is_sparse or param.grad.sparse_dim() != 1:
+            return False
+        state = optim.state[param]
+        others = [param.grad, *(state[name] for name in _MEANS if state)]
+        if not all(other.dtype is param.dtype for other in others):
             return False
     with torch.no_grad():
         for param, group in params:
@@ -86,7 +141,7 @@ def _step_param(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) 
         return
     if group.get("maximize", False):
         values = -values
-    (beta1, beta2), mean, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
+    (beta1, beta2), (mean, square) = group["betas"], (state[name] for name in _MEANS)
     new_mean = mean.index_select(0, rows).lerp_(values, 1 - beta1)
     new_square = square.index_select(0, rows).mul_(beta2).addcmul_(values, values, value=1 - beta2)
     mean.index_copy_(0, rows, new_mean)
@@ -94,3 +149,7 @@ def _step_param(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) 
     bias1, bias2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
     rate = float(group["lr"]) * math.sqrt(bias2) / bias1
     param.index_add_(0, rows, new_mean.div_(new_square.sqrt_().add_(group["eps"])), alpha=-rate)
+
+
+_MEANS = ("exp_avg", "exp_avg_sq")
+_QUICK_STEPS = {Adam: _step_fused, AdamW: _step_fused, SparseAdam: _step_rows}

@@ -35,6 +35,9 @@ from weft.tensors import contiguous_strides
 SHARED_BYTES = 64 * 1024
 _SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
 
+# Where no memory is: a tensor whose memory was freed says that it lies at its offset.
+_LOW_ADDRESS = 1 << 40
+
 _ON_DEVICE = "device"  # in front of a block that is a GPU's
 _HANDED_BACK = "back"  # in front of one that is the receiver's own
 _CPU = torch.device("cpu")
@@ -352,27 +355,27 @@ def _compacted(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
-    storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.itemsize
-    if start + num_bytes > storage.nbytes():  # set_ would make it larger
-        raise _memory_error(tensor)
+    _check_memory(tensor, num_bytes)  # set_ would make it larger
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, start, (num_bytes,), (1,))
+    start = tensor.storage_offset() * tensor.itemsize
+    return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
 
 
 def _copy_bytes(tensor: torch.Tensor, num_bytes: int) -> memoryview:
     """A copy of so many bytes of the tensor's memory."""
     address = tensor.data_ptr() if num_bytes else 0
-    if num_bytes and not address:
-        raise _memory_error(tensor)
+    if num_bytes and address < _LOW_ADDRESS:
+        _check_memory(tensor, num_bytes)
     return memoryview(ctypes.string_at(address, num_bytes))
 
 
-def _memory_error(tensor: torch.Tensor) -> Exception:
-    return UnfitError(
-        f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
-        "sharded parameter is. Send it while it has some."
-    )
+def _check_memory(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Raise for a tensor whose memory doesn't have so many bytes from its first element on."""
+    if tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
+        raise UnfitError(
+            f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
+            "sharded parameter is. Send it while it has some."
+        )
 
 
 def _name_of(device: torch.device) -> str | None:

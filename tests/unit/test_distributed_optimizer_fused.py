@@ -1,0 +1,222 @@
+"""An owner's steps of Adam and AdamW: torch's fused operation where it is right, torch's own step elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import StepLR
+
+from tests.dist_autograd_bodies.both_optimizers import (
+    Both,
+    Give,
+    check_close,
+    random,
+    rows_of,
+    step_local,
+    step_plain,
+)
+from weft.dist_autograd import api
+from weft.dist_autograd.optimizer import LocalOptimizer
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Give:
+    """Say what the context holds."""
+    return lambda gradients: monkeypatch.setattr(api, "get_gradients", lambda _: gradients)
+
+
+@pytest.fixture
+def fused_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parameters each of torch's fused operations was for."""
+    seen: list[int] = []
+    for name in ("_fused_adam_", "_fused_adamw_"):
+        step = getattr(torch, name)
+
+        def count(params: Sequence[Tensor], *args: Any, step: Any = step, **kwargs: Any) -> None:
+            seen.append(len(params))
+            step(params, *args, **kwargs)
+
+        monkeypatch.setattr(torch, name, count)
+    return seen
+
+
+def dense_both(give: Give, kind: Callable[..., optim.Optimizer], dtype: torch.dtype, **options: Any) -> Both:
+    values = [random(*shape, seed=len(shape), dtype=dtype) for shape in ((), (5,), (4, 3), (2, 3, 2))]
+    return Both(give, kind, values, **options)
+
+
+def step_densely(both: Both, seed: int) -> None:
+    both.step(*(random(*param.shape, seed=seed, dtype=param.dtype) for param in both.params))
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float_parameters_on_the_cpu_are_stepped_at_once(
+    give: Give, fused_steps: list[int], kind: Callable[..., optim.Optimizer], dtype: torch.dtype
+) -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)), torch.zeros(3, dtype=dtype, requires_grad=True)]
+    local = LocalOptimizer(kind, params, (), {"lr": 0.1})
+    step_local(give, local, params, [torch.ones_like(param) for param in params])
+    assert fused_steps == [2]
+    assert local.optim.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize(
+    "chosen", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"lr": torch.tensor(0.1)}]
+)
+def test_who_chooses_a_form_gets_it(
+    give: Give, fused_steps: list[int], kind: Callable[..., optim.Optimizer], chosen: dict[str, Any]
+) -> None:
+    both = dense_both(give, kind, torch.float32, **chosen)
+    step_densely(both, 0)
+    both.check()
+    assert fused_steps == []
+
+
+class Own(optim.Adam):
+    pass
+
+
+def test_complex_parameters_are_for_the_optimizer_itself(give: Give, fused_steps: list[int]) -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.complex64)]
+    local = LocalOptimizer(optim.Adam, params, (), {"lr": 0.1})
+    step_local(give, local, params, [torch.ones_like(each) for each in params])
+    assert fused_steps == []
+    assert all((each != 0).all() for each in params)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adagrad, Own])
+def test_other_optimizers_step_themselves(
+    give: Give, fused_steps: list[int], kind: Callable[..., optim.Optimizer]
+) -> None:
+    both = dense_both(give, kind, torch.float32, lr=0.1)
+    step_densely(both, 0)
+    both.check()
+    assert fused_steps == []
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"weight_decay": 0.1},
+        {"maximize": True},
+        {"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.5, 0.8), "eps": 1e-3},
+    ],
+)
+def test_the_fused_form_gives_what_the_plain_one_gives(
+    give: Give,
+    fused_steps: list[int],
+    kind: Callable[..., optim.Optimizer],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> None:
+    both = dense_both(give, kind, dtype, **options)
+    for step in range(4):
+        step_densely(both, step)
+        both.check()
+    assert fused_steps == [4] * 4
+
+
+def test_the_fused_form_steps_what_has_gradients(give: Give) -> None:
+    both = Both(give, optim.Adam, [random(4, 2, seed=place) for place in range(2)], lr=0.1)
+    one, other = random(4, 2, seed=5), random(4, 2, seed=6)
+    for grads in [(one, None), (None, other), (one, other), (None, None)]:
+        both.step(*grads)
+        both.check()
+
+
+def test_the_fused_form_leaves_the_contexts_gradients_as_they_are(give: Give) -> None:
+    both = Both(give, optim.Adam, [random(4, 2, seed=0)], lr=0.1, maximize=True, weight_decay=0.1)
+    grad = random(4, 2, seed=1)
+    give({both.params[0]: grad})
+    both.local.step(0)
+    assert torch.equal(grad, random(4, 2, seed=1))
+
+
+def test_a_sparse_gradient_is_refused_as_torch_does(give: Give) -> None:
+    both = Both(give, optim.Adam, [random(6, 3, seed=0)])
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+        step_local(give, both.local, both.params, [rows_of(both.params[0], [1], 0)])
+    assert torch.equal(both.params[0], random(6, 3, seed=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_adam_goes_on_from_the_fused_state(give: Give, dtype: torch.dtype) -> None:
+    both = dense_both(give, optim.Adam, dtype, amsgrad=True, weight_decay=0.1)
+    for step in range(2):
+        step_densely(both, step)
+    resumed: list[Tensor] = [nn.Parameter(param.detach().clone()) for param in both.params]
+    plain = optim.Adam(resumed, amsgrad=True, weight_decay=0.1)
+    plain.load_state_dict(both.local.state_dict())
+    for step in range(2, 4):
+        grads: list[Tensor | None] = [random(*param.shape, seed=step, dtype=dtype) for param in resumed]
+        step_plain(plain, resumed, grads)
+        step_plain(both.plain, both.wanted, grads)
+    check_close(resumed, both.wanted, dtype)
+    check_close(plain.state_dict()["state"], both.plain.state_dict()["state"], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_owner_goes_on_from_plain_adams_state(give: Give, dtype: torch.dtype) -> None:
+    both = dense_both(give, optim.Adam, dtype, amsgrad=True, weight_decay=0.1)
+    for step in range(2):
+        step_densely(both, step)
+    both.params = [nn.Parameter(param.detach().clone()) for param in both.wanted]
+    both.local = LocalOptimizer(optim.Adam, both.params, (), {"lr": 7.0})
+    both.local.load_state_dict(copy.deepcopy(both.plain.state_dict()))
+    for step in range(2, 4):
+        step_densely(both, step)
+        both.check()
+
+
+def test_hooks_and_a_scheduler_of_the_fused_form(give: Give) -> None:
+    both = dense_both(give, optim.Adam, torch.float32)
+    seen: list[str] = []
+    both.local.optim.register_step_pre_hook(lambda *_: seen.append("before"))
+    both.local.optim.register_step_post_hook(lambda *_: seen.append("after"))
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in (both.local.optim, both.plain)]
+    for step in range(2):
+        step_densely(both, step)
+        both.check()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert seen == ["before", "after"] * 2
+
+
+# Memory that is not walked through in order. `.grad` may lie otherwise than its parameter does.
+
+LAYOUTS: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (lambda memory: memory[:, :2], Tensor.contiguous),  # a part of other memory
+    (lambda memory: memory.t(), Tensor.contiguous),
+    (lambda memory: memory, lambda grad: grad.t().contiguous().t()),
+    (lambda memory: memory, lambda grad: grad[:1].expand_as(grad)),
+]
+
+
+@pytest.mark.parametrize(
+    ("lay_param", "lay_grad"), LAYOUTS, ids=["part", "turned", "turned grad", "expanded"]
+)
+def test_strides_of_parameters_and_gradients_count(
+    give: Give, lay_param: Callable[[Tensor], Tensor], lay_grad: Callable[[Tensor], Tensor]
+) -> None:
+    memory, wanted_memory = random(4, 4, seed=0), random(4, 4, seed=0)
+    param, wanted = nn.Parameter(lay_param(memory)), nn.Parameter(lay_param(wanted_memory))
+    local, plain = LocalOptimizer(optim.Adam, [param], (), {"lr": 0.1}), optim.Adam([wanted], lr=0.1)
+    for step in range(2):
+        grad = lay_grad(random(*param.shape, seed=step + 1))
+        give({param: grad})
+        local.step(0)
+        wanted.grad = grad
+        plain.step()
+    check_close(param, wanted)
+    check_close(memory, wanted_memory)
