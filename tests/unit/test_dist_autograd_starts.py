@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -24,14 +24,24 @@ def leaf(value: float = 1.0) -> Tensor:
     return torch.full((3,), value, requires_grad=True)
 
 
-def node_of(*tensors: Tensor, number: int = 0) -> Any:
+_tokens: list[Tensor] = []  # without its token a node is not to be used
+
+
+@pytest.fixture(autouse=True)
+def hold_tokens() -> Iterator[None]:
+    yield
+    _tokens.clear()
+
+
+def node_of(*tensors: Tensor) -> Any:
     """The node behind which the graph of tensors that were sent lies."""
-    return cut_sent(number, tensors).grad_fn
+    _tokens.append(cut_sent(0, tensors))
+    return _tokens[-1].grad_fn
 
 
 def starts_with(sent: Mapping[int, tuple[Tensor, ...]], *arrived: int) -> Starts:
-    nodes = {number: node_of(*tensors, number=number) for number, tensors in sent.items()}
-    return Starts(nodes, dict.fromkeys(arrived, GRADS))
+    tokens = {number: cut_sent(number, tensors) for number, tensors in sent.items()}
+    return Starts(tokens, dict.fromkeys(arrived, GRADS))
 
 
 def places(starts: Starts) -> tuple[list[int], list[int], list[int]]:

@@ -96,7 +96,7 @@ def test_sparse_gradients(give: Give, kind: Callable[..., optim.Optimizer]) -> N
     give({table.weight: table.weight.grad})
     LocalOptimizer(kind, [table.weight], (), {"lr": 0.1}).step(0)
     kind([wanted.weight], lr=0.1).step()
-    assert torch.equal(table.weight, wanted.weight)
+    torch.testing.assert_close(table.weight, wanted.weight, rtol=1e-6, atol=1e-7)  # weft's rounds elsewhere
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

@@ -1,4 +1,4 @@
-"""An owner's steps of Adam and AdamW: torch's fused operation where it is right, torch's own step elsewhere."""
+"""An owner's steps of Adam and AdamW: torch's fused operation where it is right, its own step elsewhere."""
 
 from __future__ import annotations
 

@@ -61,19 +61,19 @@ class DistAutogradContext:
         """Cut the graph behind tensors that were sent, as it is now, unless that is done."""
         with self.lock:
             if number in self.sent:
-                self._node_of(number)
+                self._token_of(number)
 
-    def nodes_of(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """The nodes behind which the graph of what was sent under these numbers lies."""
+    def tokens_of(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        """The tokens of what was sent under these numbers. Each holds the graph behind it."""
         with self.lock:
-            return {number: self._node_of(number) for number in numbers}
+            return {number: self._token_of(number) for number in numbers}
 
-    def _node_of(self, number: int) -> Any:
+    def _token_of(self, number: int) -> torch.Tensor:
         sent = self.sent[number]
         if sent.token is None:
             assert sent.tensors is not None
             sent.token, sent.tensors = cut_sent(number, sent.tensors), None
-        return sent.token.grad_fn
+        return sent.token
 
     def check_sent(self, number: int, worker: object) -> None:
         """Raise where the graph of what was sent under a number is no longer there."""
@@ -98,7 +98,7 @@ class DistAutogradContext:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        return self.nodes_of(list(self.sent))
+        return {number: token.grad_fn for number, token in self.tokens_of(list(self.sent)).items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         return dict(self.received)

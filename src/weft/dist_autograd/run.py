@@ -163,8 +163,8 @@ class Run:
             self._taking_part.update(new)
             for number in new:
                 self.context.check_sent(number, self.agent.info)
-        nodes = self.context.nodes_of(new).values()
-        return self.reach([node for node in nodes if not are_leaves(node)])
+        tokens = self.context.tokens_of(new).values()
+        return self.reach([token.grad_fn for token in tokens if not are_leaves(token.grad_fn)])
 
     # Execution
 
@@ -179,7 +179,7 @@ class Run:
         numbers = [
             number for number in list(self.context.sent) if not self._is_exact or number in self._taking_part
         ]
-        starts = Starts(self.context.nodes_of(numbers), self._arrived)
+        starts = Starts(self.context.tokens_of(numbers), self._arrived)
         if self._is_exact:
             self.reach([node for node in starts.arrived.values() if are_leaves(node)])
         else:
@@ -214,9 +214,8 @@ class Run:
         if starts.waiting:
             self._reached.let_wait(list(starts.waiting.values()))
         self.landing.prepare(self._reached.leaves)
-        tokens = [self.context.sent[number].token for number in starts.waiting]
         with at_work(self) as more:
-            own = [token for token in tokens if token is not None] + more
+            own = [starts.tokens[number] for number in starts.waiting] + more
             self._run_engine(
                 [*roots, *own],
                 [*gradients, *([root_gradient()] * len(own))],

@@ -27,13 +27,18 @@ Start = tuple[GradientEdge, torch.Tensor]
 
 
 class Starts:
-    """The nodes of what was sent, by number, with what is to be done at each."""
+    """The nodes of what was sent, by number, with what is to be done at each.
 
-    def __init__(self, nodes: Mapping[int, Any], arrived: Mapping[int, Grads]) -> None:
+    `tokens` are held: without its token a node is not to be used.
+    """
+
+    def __init__(self, tokens: Mapping[int, torch.Tensor], arrived: Mapping[int, Grads]) -> None:
+        self.tokens = tokens
         self.arrived: dict[int, Any] = {}
         self.waiting: dict[int, Any] = {}
         self.late: dict[int, Any] = {}  # leaves, for the second run
-        for number, node in nodes.items():
+        for number, token in tokens.items():
+            node = token.grad_fn
             if number in arrived:
                 self.arrived[number] = node
             elif are_leaves(node):
