@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError, UnfitError, UnsupportedError
 from weft.rpc import arena, tensors
 from weft.rpc.arena import Arena, Borrower, Place, plan_block_bytes
+from weft.rpc.tensor_memory import span_of
 from weft.rpc.tensors import SHARED_BYTES, Route, TensorPost
 from weft.rpc.wire import INLINE_BYTES, WireError
 
@@ -108,7 +109,7 @@ def test_any_tensor_arrives_as_it_was(
         assert bits_of(got) == bits_of(tensor)
         assert not got._is_view()
         assert got.data_ptr() != tensor.data_ptr() or got.numel() == 0
-        span = tensors._span_of(tensor) if tensor.numel() else 0
+        span = span_of(tensor) if tensor.numel() else 0
         if tensor.is_contiguous():
             assert got.is_contiguous()
         elif span <= 2 * tensor.numel() or span * tensor.itemsize <= 8192:
@@ -247,9 +248,12 @@ def test_what_does_not_travel_says_what_does(
         posts[0].pack([sent], NEAR)
 
 
+@pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("numel", [2, SHARED_BYTES])
-def test_a_tensor_without_memory_is_refused(posts: tuple[TensorPost, TensorPost], numel: int) -> None:
-    freed = torch.ones(numel)
+def test_a_tensor_without_memory_is_refused(
+    posts: tuple[TensorPost, TensorPost], numel: int, start: int
+) -> None:
+    freed = torch.ones(start + numel)[start:]
     freed.untyped_storage().resize_(0)
     with pytest.raises(UnfitError, match="has no memory"):
         posts[0].pack([freed], NEAR)
@@ -453,7 +457,7 @@ def test_descriptors_that_lie_are_refused(posts: tuple[TensorPost, TensorPost]) 
     for lie in places:
         with pytest.raises(WireError):
             borrower.unpack([(dtype, shape, strides, grad, device, tuple(lie))], [], BACK)
-    with pytest.raises(WireError, match="elements for a tensor"):
+    with pytest.raises(WireError, match="bytes for a tensor"):
         borrower.unpack([(dtype, (3,), strides, grad, device, place)], [], BACK)
     inline = ("float32", (2,), None, False, None, None)
     for lies, buffers in [

@@ -17,13 +17,14 @@ Slabs are the host's memory here, and a GPU's in device_arena.py.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -47,7 +48,10 @@ LENT, FREE = 1, 0
 _GONE = -1  # in the place of a borrower that left
 _OWN = -2  # of one that handed the block back: the lender has it
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_BYTE = np.dtype(np.uint8)
+
+Block = np.ndarray[Any, Any]
+Form = tuple[Sequence[int], np.dtype[Any]]  # shape and kind of elements; bytes where none is given
 
 
 class Place(NamedTuple):
@@ -171,8 +175,8 @@ class Arena:
                     if (slab.page.name.segment_id, index) in wanted:
                         slab.page.memory[index] = FREE
 
-    def reclaim(self, place: Place, peer_id: int) -> Bytes:
-        """The bytes of a block that a peer hands back. It is free when the last user of them is gone.
+    def reclaim(self, place: Place, peer_id: int, form: Form | None = None) -> Block:
+        """What a block has that a peer hands back, in a form. It is free when the last user of it is gone.
 
         Raises WireError for a block that the peer does not have.
         """
@@ -183,8 +187,9 @@ class Arena:
                     is_whole = place.start == start and 0 < place.num_bytes <= slab.block_bytes
                     is_lent = slab.page.memory[place.flag] == LENT
                     if is_whole and is_lent and slab.borrowers[place.flag] == peer_id:
+                        block, _, _ = _borrow(slab.page, place, form)
                         slab.borrowers[place.flag] = _OWN
-                        return _borrow(slab.page, place)[0]
+                        return block
         raise WireError(f"worker {peer_id} hands a block back that it does not have: {place}")
 
     def release_peer(self, peer_id: int) -> None:
@@ -294,12 +299,12 @@ class Borrower:
             segment = self._segments.get(place.page, peer_id)
         return segment
 
-    def borrow(self, place: Place, peer_id: int) -> Bytes:
-        """The block's bytes, which may be written to. It goes back when the last user of them is gone."""
+    def borrow(self, place: Place, peer_id: int, form: Form | None = None) -> Block:
+        """What the block has, in a form, to read and write. It goes back when the last user of it is gone."""
         segment = self.page_of(place, peer_id)
         if place.start < mmap.PAGESIZE or place.start + place.num_bytes > segment.name.num_bytes:
             raise WireError(f"worker {peer_id} lends a block outside of its memory: {place}")
-        block, address, end = _borrow(segment, place, self._loans)
+        block, address, end = _borrow(segment, place, form, self._loans)
         self._loans[address] = _Loan(place, peer_id, end)
         return block
 
@@ -336,10 +341,16 @@ class Borrower:
 
 
 def _borrow(
-    segment: Segment, place: Place, loans: dict[int, _Loan] | None = None
-) -> tuple[Bytes, int, weakref.finalize[Any, Any]]:
-    """The bytes of a block, their address, and what frees it when they are gone."""
-    block = np.frombuffer(segment.memory, np.uint8, place.num_bytes, place.start)
+    segment: Segment, place: Place, form: Form | None, loans: dict[int, _Loan] | None = None
+) -> tuple[Block, int, weakref.finalize[Any, Any]]:
+    """What a block has, its address, and what frees it when the former is gone.
+
+    Raises WireError for a form of another size than the block's.
+    """
+    shape, dtype = form or ((place.num_bytes,), _BYTE)
+    if math.prod(shape) * dtype.itemsize != place.num_bytes:
+        raise WireError(f"{place.num_bytes} bytes for a tensor of shape {shape} and {dtype}")
+    block = np.ndarray(shape, dtype, segment.memory, place.start)
     address = segment.address + place.start
     end = weakref.finalize(block, _give_back, os.getpid(), segment.memory, place.flag, loans, address)
     end.atexit = False

@@ -15,7 +15,6 @@ resized. A view that uses less than half of the memory it spans arrives contiguo
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +24,16 @@ import numpy as np
 import torch
 
 from weft.errors import UnfitError, UnsupportedError
-from weft.rpc.arena import Arena, Borrower, Place
+from weft.rpc.arena import Arena, Block, Borrower, Form, Place
 from weft.rpc.device_arena import DeviceBorrower, DeviceSlabs
 from weft.rpc.sparse import is_dense, put_together, take_apart
+from weft.rpc.tensor_memory import bytes_of, compacted, copy_bytes, span_of
 from weft.rpc.wire import INLINE_BYTES, WireError
 from weft.tensors import contiguous_strides
 
 # From about here on a block costs less than to copy the bytes along with the message.
 SHARED_BYTES = 64 * 1024
 _SPARED_BYTES = 8 * 1024  # gaps in a view of less than this are sent along
-
-# Where no memory is: a tensor whose memory was freed says that it lies at its offset.
-_LOW_ADDRESS = 1 << 40
 
 _ON_DEVICE = "device"  # in front of a block that is a GPU's
 _HANDED_BACK = "back"  # in front of one that is the receiver's own
@@ -123,7 +120,7 @@ class TensorPost:
             num_bytes = tensor.nbytes
             if 0 < num_bytes <= INLINE_BYTES and not tensor.is_conj() and not tensor.is_neg():
                 # The usual one, in a few steps.
-                parcel.buffers.append(_copy_bytes(tensor, num_bytes))
+                parcel.buffers.append(copy_bytes(tensor, num_bytes))
                 return _NAMES[tensor.dtype], tuple(tensor.shape), None, tensor.requires_grad, None, None
         if not is_dense(tensor):
             layout, shape, is_coalesced, parts = take_apart(tensor)
@@ -134,9 +131,9 @@ class TensorPost:
             tensor = tensor.detach().resolve_conj().resolve_neg()
         strides, numel = None, tensor.numel()
         if not tensor.is_contiguous():
-            strides, span = tensor.stride(), _span_of(tensor)
+            strides, span = tensor.stride(), span_of(tensor)
             if span > 2 * numel and span * tensor.itemsize > _SPARED_BYTES:
-                tensor, strides = _compacted(tensor), None
+                tensor, strides = compacted(tensor), None
             else:
                 numel = span
         device, place = None, None
@@ -158,14 +155,14 @@ class TensorPost:
                 place = self._borrower.hand_back(tensor, num_bytes, parcel.route.peer_id)
                 if place is not None:
                     return _HANDED_BACK, parcel.route.peer_id, *place
-            place = self._arena.put(_bytes_of(tensor, num_bytes), parcel.route.peer_id)
+            place = self._arena.put(bytes_of(tensor, num_bytes), parcel.route.peer_id)
             if place is not None:
                 parcel.lent.append((self._arena, place))
                 return tuple(place)
         if num_bytes <= INLINE_BYTES:  # will be copied into the message anyway; this is the fastest way
-            parcel.buffers.append(_copy_bytes(tensor, num_bytes))
+            parcel.buffers.append(copy_bytes(tensor, num_bytes))
         else:
-            raw: Any = _bytes_of(tensor, num_bytes).numpy()
+            raw: Any = bytes_of(tensor, num_bytes).numpy()
             parcel.buffers.append(memoryview(raw).toreadonly())
         return None
 
@@ -175,7 +172,7 @@ class TensorPost:
         """The same for a GPU's tensor. Small ones and those for other hosts go through pinned memory."""
         if not num_bytes:
             return self._place(torch.empty(0, device="cpu"), 0, parcel)
-        flat = _bytes_of(tensor, num_bytes)
+        flat = bytes_of(tensor, num_bytes)
         if target is not None and num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
             arena = self._device_arenas.get(tensor.device)
             if arena is None:
@@ -227,8 +224,12 @@ class TensorPost:
             parts = [self._unpack(part, left, route) for part in packed]
             return put_together(layout, shape, is_coalesced, parts)
         name, shape, strides, _, device, place = descriptor
-        if place is None and device is None and strides is None and name in _NUMPY_DTYPES:
-            return _copied(next(left, None), _NUMPY_DTYPES[name], shape)
+        is_here = place is None or place[0] != _ON_DEVICE
+        if is_here and device is None and strides is None and name in _NUMPY_DTYPES:
+            form = (shape, _NUMPY_DTYPES[name])
+            if place is None:
+                return _copied(next(left, None), *form)
+            return torch.from_numpy(self._borrow(place, route, form))
         dtype = _DTYPES[name]
         if device == "meta":
             strides = contiguous_strides(shape) if strides is None else strides
@@ -261,11 +262,15 @@ class TensorPost:
             num_elements = block.numel() // dtype.itemsize
             empty = torch.empty(0, dtype=dtype, device=block.device)
             return empty.set_(block.untyped_storage(), 0, (num_elements,), (1,))
-        elif place[0] == _HANDED_BACK:
-            flat = torch.frombuffer(self._arena.reclaim(Place(*place[2:]), route.peer_id), dtype=dtype)
         else:
-            flat = torch.frombuffer(self._borrower.borrow(Place(*place), route.peer_id), dtype=dtype)
+            flat = torch.frombuffer(self._borrow(place, route), dtype=dtype)
         return flat if device is None else flat.to(device)
+
+    def _borrow(self, place: tuple[Any, ...], route: Route, form: Form | None = None) -> Block:
+        """A block of the host's memory, lent by the peer or handed back by it."""
+        if place[0] == _HANDED_BACK:
+            return self._arena.reclaim(Place(*place[2:]), route.peer_id, form)
+        return self._borrower.borrow(Place(*place), route.peer_id, form)
 
     def withdraw(self, descriptors: Any) -> None:
         """Take back what `pack` lent for a message that is not sent."""
@@ -315,7 +320,7 @@ class TensorPost:
         return [self._arena, *self._device_arenas.values()]
 
 
-def _copied(buffer: bytes | memoryview | None, dtype: np.dtype[Any], shape: Sequence[int]) -> torch.Tensor:
+def _copied(buffer: bytes | memoryview | None, shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
     """Bytes of a message as a contiguous tensor; large ones that may be written to are taken over."""
     if buffer is None:
         raise WireError("fewer buffers than tensors")
@@ -337,45 +342,6 @@ def _take_over(buffer: bytes | memoryview | None, dtype: torch.dtype) -> torch.T
         if flat.data_ptr() % dtype.itemsize == 0:
             return flat
     return torch.frombuffer(bytearray(buffer), dtype=dtype)
-
-
-def _span_of(tensor: torch.Tensor) -> int:
-    """How many elements lie between its first and its last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _compacted(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.itemsize > 1:
-        return tensor.contiguous()
-    return (
-        tensor.view(torch.uint8).contiguous().view(tensor.dtype)
-    )  # torch can't copy the dtypes of a few bits
-
-
-def _bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
-    _check_memory(tensor, num_bytes)  # set_ would make it larger
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = tensor.storage_offset() * tensor.itemsize
-    return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
-
-
-def _copy_bytes(tensor: torch.Tensor, num_bytes: int) -> memoryview:
-    """A copy of so many bytes of the tensor's memory."""
-    address = tensor.data_ptr() if num_bytes else 0
-    if num_bytes and address < _LOW_ADDRESS:
-        _check_memory(tensor, num_bytes)
-    return memoryview(ctypes.string_at(address, num_bytes))
-
-
-def _check_memory(tensor: torch.Tensor, num_bytes: int) -> None:
-    """Raise for a tensor whose memory doesn't have so many bytes from its first element on."""
-    if tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
-        raise UnfitError(
-            f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
-            "sharded parameter is. Send it while it has some."
-        )
 
 
 def _name_of(device: torch.device) -> str | None:

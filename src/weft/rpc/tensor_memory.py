@@ -1,0 +1,52 @@
+"""The memory of one tensor, as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from weft.errors import UnfitError
+
+# Where no memory is: a tensor whose memory was freed says that it lies at its offset.
+_LOW_ADDRESS = 1 << 40
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """How many elements lie between its first and its last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def compacted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values without gaps between them."""
+    tensor = tensor.detach()
+    if tensor.itemsize > 1:
+        return tensor.contiguous()
+    return (
+        tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    )  # torch can't copy the dtypes of a few bits
+
+
+def bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
+    _check_memory(tensor, num_bytes)  # set_ would make it larger
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.itemsize
+    return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
+
+
+def copy_bytes(tensor: torch.Tensor, num_bytes: int) -> memoryview:
+    """A copy of so many bytes of the tensor's memory."""
+    address = tensor.data_ptr() if num_bytes else 0
+    if num_bytes and address < _LOW_ADDRESS:
+        _check_memory(tensor, num_bytes)
+    return memoryview(ctypes.string_at(address, num_bytes))
+
+
+def _check_memory(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Raise for a tensor whose memory doesn't have so many bytes from its first element on."""
+    if tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
+        raise UnfitError(
+            f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
+            "sharded parameter is. Send it while it has some."
+        )
