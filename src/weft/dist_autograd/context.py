@@ -23,9 +23,10 @@ _NUM_ENDED = 4096  # contexts whose end is remembered: messages of theirs may st
 
 @dataclass(slots=True)
 class Sent:
-    """Tensors that were sent to another worker, or to this one. Their token is made when they are on the way.
+    """Tensors that were sent to another worker, or to this one.
 
-    Invariant: one of `tensors` and `token` is there. Without `tensors` the graph behind them is cut.
+    Invariant: one of `tensors` and `token` is there. With a token the graph behind them is cut. Leaves are
+    cut when the message is on its way: nothing that is done to them meanwhile changes their graph.
     """
 
     peer_id: int
@@ -55,6 +56,8 @@ class DistAutogradContext:
         number = next(self._numbers)
         with self.lock:
             self.sent[number] = Sent(peer_id, tensors)
+            if not all(tensor.is_leaf for tensor in tensors):
+                self._token_of(number)
         return number
 
     def cut(self, number: int) -> None:

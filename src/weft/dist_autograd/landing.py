@@ -48,6 +48,11 @@ class _Leaf:
         self._node = node
         self._handles = [node.register_prehook(self._before)]
 
+    @property
+    def has_company(self) -> bool:
+        """Whether others have hooks before its node too."""
+        return len(self._handles[0].hooks_dict_ref() or ()) > 1
+
     @traced_inside_only
     def _before(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None] | None:
         run = current_run()
@@ -120,6 +125,7 @@ class Landing:
 
     def expect(self, starts: Sequence[Start]) -> None:
         """Hear what the engine starts with: gradients that came in a message, some for leaves as they are."""
+        self._own.clear()
         at_leaves = [
             (variable, grad)
             for edge, grad in starts
@@ -129,7 +135,9 @@ class Landing:
             num_starts = Counter([id(grad) for _, grad in starts])
             for variable, grad in at_leaves:
                 # One that came for several, or that a hook could keep, is not the leaf's alone.
-                if num_starts[id(grad)] == 1 and not variable._backward_hooks:
+                leaf = _leaves.get(id(variable))
+                is_seen = variable._backward_hooks or (leaf is not None and leaf.has_company)
+                if num_starts[id(grad)] == 1 and not is_seen:
                     self._own.add(id(grad))
 
     def take(self, starts: Sequence[Start]) -> bool:
@@ -230,7 +238,6 @@ class Landing:
                     leaf.remove()
                     del _leaves[leaf_id]
         self._shared.clear()
-        self._own.clear()
 
     def _hand_over(self) -> None:
         """Give the context its gradients."""

@@ -71,6 +71,8 @@ def _step_fused(optim: Any) -> bool:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         optim._init_group(group, *lists)
         params, grads, means, squares, largest, _ = lists
+        if len(set(params)) < len(params):
+            return False  # it has a step for each time that a parameter was given
         others = zip(grads, means, squares, *([largest] if group["amsgrad"] else []), strict=True)
         if not all(_are_alike(param, *each) for param, each in zip(params, others, strict=True)):
             return False

@@ -91,11 +91,12 @@ class Run:
         """Gradients of tensors that came from another worker are there."""
         key = (cut.route.peer_id, cut.route.is_answer)
         with self._lock:
-            self._outgoing.setdefault(key, (cut.route, []))[1].append((cut.number, grads))
-            self._num_owed[key] -= 1
-            is_all = not self._num_owed[key] and key != self._starter
+            batch = self._outgoing.setdefault(key, (cut.route, []))[1]
+            batch.append((cut.number, grads))
+            num_owed = self._num_owed[key] = self._num_owed.get(key, 0) - 1
+            is_ready = not num_owed and key != self._starter and _is_on_cpu(batch)
             self._wake()
-        if is_all and all(grad is None or grad.is_cpu for grad in grads):
+        if is_ready:
             # What is left to do here, and the wait for other ranks, need not keep that worker waiting.
             _do_all(self._pack_outgoing(key))
 
@@ -146,14 +147,13 @@ class Run:
 
     def reach(self, nodes: Sequence[Any]) -> dict[int, list[int]]:
         """Go on from nodes of the graph: which numbers of which workers take part through them."""
-        with self._lock:
-            cuts = self._reached.add(nodes)
         found: dict[int, list[int]] = {}
-        for cut in cuts:
-            cut.check_context(self.context.id)
-            found.setdefault(cut.route.peer_id, []).append(cut.number)
-            way = (cut.route.peer_id, cut.route.is_answer)
-            self._num_owed[way] = self._num_owed.get(way, 0) + 1
+        with self._lock:
+            for cut in self._reached.add(nodes):
+                cut.check_context(self.context.id)
+                found.setdefault(cut.route.peer_id, []).append(cut.number)
+                way = (cut.route.peer_id, cut.route.is_answer)
+                self._num_owed[way] = self._num_owed.get(way, 0) + 1
         return found
 
     def reach_sent(self, numbers: Sequence[int]) -> dict[int, list[int]]:
@@ -164,7 +164,8 @@ class Run:
             for number in new:
                 self.context.check_sent(number, self.agent.info)
         tokens = self.context.tokens_of(new).values()
-        return self.reach([token.grad_fn for token in tokens if not are_leaves(token.grad_fn)])
+        nodes = [token.grad_fn for token in tokens if token.grad_fn is not None]
+        return self.reach([node for node in nodes if not are_leaves(node)])
 
     # Execution
 
@@ -181,7 +182,7 @@ class Run:
         ]
         starts = Starts(self.context.tokens_of(numbers), self._arrived)
         if self._is_exact:
-            self.reach([node for node in starts.arrived.values() if are_leaves(node)])
+            self.reach([node for node in starts.first if are_leaves(node)])
         else:
             self.reach([*(root.grad_fn for root in roots), *starts.first])
         starts.settle(self._reached)
@@ -331,6 +332,11 @@ class Run:
     def note_error(self, error: BaseException) -> bool:
         """Note that this worker's part has failed; False when another one's had before."""
         return self.fail(self.agent.info.id, describe_failure(error, self.agent.info))
+
+
+def _is_on_cpu(batch: Batch) -> bool:
+    """Whether all gradients can be packed by any thread: none is one of a GPU's stream."""
+    return all(grad is None or grad.is_cpu for _, grads in batch for grad in grads)
 
 
 def _do_all(sends: Sequence[Callable[[], None]]) -> None:

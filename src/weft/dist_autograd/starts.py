@@ -3,10 +3,11 @@
     gradients have arrived    at the tensors that were sent, with their gradients
     not yet, leaves           when they are there, after the engine's run: nothing else waits for them
     not yet, others           at Send, which waits (cuts.py)
+    only for some tensors     at Send too, so that it hands on that there is none for the others
 
 Leaves that the run comes to from elsewhere too are treated as others, since autograd adds up what comes from
-several sides; so are those whose hooks look at `.grad`, or that a strategy reduces. Late leaves that nobody
-watches need no engine. For those with hooks it runs a second time.
+several sides; so are those with hooks of their own, which may be for several tensors, and those that a
+strategy reduces. Late leaves that nobody watches need no engine. Where their nodes have hooks it runs again.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class Starts:
         self.waiting: dict[int, Any] = {}
         self.late: dict[int, Any] = {}  # leaves, for the second run
         for number, token in tokens.items():
-            node = token.grad_fn
-            if number in arrived:
-                self.arrived[number] = node
-            elif are_leaves(node):
+            node, grads = token.grad_fn, arrived.get(number)
+            if node is None:
+                continue  # leaves that don't need gradients any more
+            if grads is None and are_leaves(node):
                 self.late[number] = node
+            elif grads is None or any(grad is None for grad in grads):
+                self.waiting[number] = node  # Send tells what lies behind that there is no gradient
             else:
-                self.waiting[number] = node
+                self.arrived[number] = node
 
     @property
     def first(self) -> list[Any]:
@@ -72,10 +75,8 @@ class Starts:
 
 
 def are_unwatched(leaves: Sequence[Any]) -> bool:
-    """Whether nodes of leaves differ, and nobody has hooks on them or on their leaves."""
-    return len(set(leaves)) == len(leaves) and not any(
-        leaf.variable._backward_hooks or has_hooks(leaf) for leaf in leaves
-    )
+    """Whether nodes of leaves differ, and nobody has hooks on them."""
+    return len(set(leaves)) == len(leaves) and not any(has_hooks(leaf) for leaf in leaves)
 
 
 def starts_of(node: Any, grads: Iterable[torch.Tensor | None]) -> list[Start]:
@@ -94,4 +95,4 @@ def _leaves_of(node: Any) -> list[Any]:
 
 
 def _is_plain(variable: torch.Tensor) -> bool:
-    return not hooks_of(variable) and not is_whole(variable)
+    return not hooks_of(variable) and not variable._backward_hooks and not is_whole(variable)
