@@ -1,0 +1,167 @@
+"""Where a worker's part of a backward starts: with what has arrived, whatever becomes of the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+import weft
+from weft import dist_autograd, rpc
+from weft.dist_autograd.tracker import GraphTracker
+
+_kept: dict[str, Tensor] = {}
+
+
+def run(body: Callable[[], Any], ranks: int = 3) -> Any:
+    return weft.launch(job, ranks=ranks, kind="thread", args=(body,), timeout=60)[0]
+
+
+def job(body: Callable[[], Any]) -> Any:
+    rpc.init_rpc(f"worker{dist.get_rank()}")
+    seen = body() if dist.get_rank() == 0 else None
+    rpc.shutdown()
+    return seen
+
+
+def gradient(context_id: int, name: str) -> Tensor | None:
+    return dist_autograd.get_gradients(context_id).get(_kept[name])
+
+
+def make(name: str) -> Tensor:
+    _kept[name] = torch.ones(3, requires_grad=True)
+    return _kept[name]
+
+
+def fetch_both(is_together: bool) -> tuple[Tensor, Tensor]:
+    if is_together:
+        first, second = rpc.rpc_sync("worker2", make_both)
+    else:
+        first, second = (rpc.rpc_sync("worker2", make, (name,)) for name in ("first", "second"))
+    return first * 3, second * 3
+
+
+def make_both() -> tuple[Tensor, Tensor]:
+    return make("first") * 2, make("second") * 2
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_worker_hears_that_there_is_no_gradient(is_together: bool, exact: bool) -> None:
+    """One of two results is used. Both lead on to a third worker."""
+
+    def body() -> tuple[Tensor | None, Tensor | None]:
+        with dist_autograd.context() as context_id:
+            used, _ = rpc.rpc_sync("worker1", fetch_both, (is_together,))
+            dist_autograd.backward(context_id, [used.sum()], exact=exact)
+            first, second = (
+                rpc.rpc_sync("worker2", gradient, (context_id, name)) for name in ("first", "second")
+            )
+            return first, second
+
+    first, second = run(body)
+    assert first is not None
+    assert first.tolist() == [6.0 if is_together else 3.0] * 3
+    assert second is None or not second.any()
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_over_what_stays_and_what_is_sent_runs_once(mode: Any) -> None:
+    def body() -> list[Any]:
+        here, sent, seen = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), []
+        register_multi_grad_hook((here, sent), lambda grads: seen.append(grads), mode=mode)
+        with dist_autograd.context() as context_id:
+            result = rpc.rpc_sync("worker1", torch.mul, (sent, 2))
+            dist_autograd.backward(context_id, [(result + here * 3).sum()])
+        return seen
+
+    (seen,) = run(body, ranks=2)
+    if mode == "all":
+        assert [grad.tolist() for grad in seen] == [[3.0] * 3, [2.0] * 3]
+
+
+def test_what_a_hook_keeps_stays_as_it_is() -> None:
+    """A hook before the node of a leaf, and one of the leaf: later passes add to gradients of the context."""
+
+    def body() -> tuple[list[Tensor], Tensor]:
+        leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
+        node: Any = leaves[0].view_as(leaves[0]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        seen: list[Tensor] = []
+        node.register_prehook(lambda grads: seen.append(grads[0]))
+        leaves[1].register_hook(lambda grad: seen.append(grad))
+        with dist_autograd.context() as context_id:
+            for _ in range(3):
+                result = rpc.rpc_sync("worker1", torch.add, (leaves[0], leaves[1]))
+                dist_autograd.backward(context_id, [result.sum()])
+            return seen, sum(dist_autograd.get_gradients(context_id)[leaf] for leaf in leaves)  # type: ignore[return-value]
+
+    seen, total = run(body, ranks=2)
+    assert [grad.tolist() for grad in seen] == [[1.0] * 3] * 6
+    assert total.tolist() == [6.0] * 3
+
+
+_was_changed = threading.Event()
+
+
+def change() -> None:
+    _kept["computed"].mul_(10)
+    _was_changed.set()
+
+
+def compute() -> Tensor:
+    _kept["computed"] = make("start") * 2
+    return _kept["computed"]
+
+
+def test_what_is_done_to_a_result_once_it_has_come_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call changes it in place where it was computed, while the thread that sent it lags behind."""
+    _was_changed.clear()
+    on_sent = GraphTracker.on_sent
+
+    def lag(tracker: GraphTracker, *args: Any) -> None:
+        if tracker._agent.info.id == 1:
+            _was_changed.wait(20)
+        on_sent(tracker, *args)
+
+    monkeypatch.setattr(GraphTracker, "on_sent", lag)
+
+    def body() -> Tensor | None:
+        with dist_autograd.context() as context_id:
+            result = rpc.rpc_sync("worker1", compute)
+            rpc.rpc_sync("worker1", change)
+            dist_autograd.backward(context_id, [result.sum()])
+            return rpc.rpc_sync("worker1", gradient, (context_id, "start"))
+
+    assert run(body, ranks=2).tolist() == [2.0] * 3
+
+
+class Inner(torch.autograd.Function):
+    """Computes on another worker, and runs a backward of its own through that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.result = rpc.rpc_sync("worker1", torch.mul, (ctx.x, 2))
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        torch.autograd.backward([ctx.result], [grad])
+        return grad * 0
+
+
+def test_a_backward_within_the_backward_gives_gradients_away() -> None:
+    def body() -> list[Tensor]:
+        with dist_autograd.context() as context_id:
+            result = Inner.apply(torch.ones(3, requires_grad=True))
+            dist_autograd.backward(context_id, [result.sum()])  # type: ignore[union-attr]
+            return list(dist_autograd.get_gradients(context_id).values())
+
+    assert sorted(grad.sum().item() for grad in run(body, ranks=2)) == [0.0, 6.0]
