@@ -35,6 +35,7 @@ import torch
 from weft.errors import ConfigError, PeerError, StateError
 from weft.local import kernel
 from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
+from weft.rpc.tensor_memory import bytes_of, copy_memory
 from weft.rpc.wire import WireError
 from weft.tensors import holder_count, use_count
 
@@ -94,6 +95,13 @@ class Slab:
         """How much memory it takes: a page that was never written has none."""
         return self.num_touched * self.block_bytes
 
+    def fill(self, start: int, source: torch.Tensor, num_bytes: int) -> None:
+        """Copy so many bytes of a tensor's memory. Raises where it has fewer."""
+        if self.data.is_cpu and source.is_cpu:
+            copy_memory(source, num_bytes, self.data.data_ptr() + start)
+        else:
+            self.data[start : start + num_bytes].copy_(bytes_of(source, num_bytes))
+
     def lent_indexes(self) -> list[int]:
         """The blocks that are out, those of borrowers who left aside."""
         flags = self.page.memory[: self.num_blocks]
@@ -124,12 +132,12 @@ class Arena:
         self._trimmed_at = 0.0
         self._is_closed = False
 
-    def put(self, source: torch.Tensor, peer_id: int) -> Place | None:
-        """Copy bytes into a block and lend it to a peer; None when there is no memory for it.
+    def put(self, source: torch.Tensor, peer_id: int, num_bytes: int | None = None) -> Place | None:
+        """Copy so many bytes of a tensor's memory, or all, into a block and lend that to a peer.
 
-        On a GPU the copy is only queued on the current stream.
+        None when there is no memory for it. On a GPU the copy is only queued on the current stream.
         """
-        num_bytes = source.numel()
+        num_bytes = source.nbytes if num_bytes is None else num_bytes
         with self._mutex:
             found = self._find_block(plan_block_bytes(num_bytes))
             if found is None:
@@ -143,7 +151,7 @@ class Arena:
                 self._trim()
         start = index * slab.block_bytes
         try:
-            slab.data[start : start + num_bytes].copy_(source)
+            slab.fill(start, source, num_bytes)
         except BaseException:
             slab.page.memory[index] = FREE
             raise

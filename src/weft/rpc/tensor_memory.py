@@ -37,10 +37,21 @@ def bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 def copy_bytes(tensor: torch.Tensor, num_bytes: int) -> memoryview:
     """A copy of so many bytes of the tensor's memory."""
-    address = tensor.data_ptr() if num_bytes else 0
-    if num_bytes and address < _LOW_ADDRESS:
+    return memoryview(ctypes.string_at(_address_of(tensor, num_bytes), num_bytes))
+
+
+def copy_memory(tensor: torch.Tensor, num_bytes: int, target: int) -> None:
+    """Copy so many bytes of the tensor's memory to an address."""
+    ctypes.memmove(target, _address_of(tensor, num_bytes), num_bytes)
+
+
+def _address_of(tensor: torch.Tensor, num_bytes: int) -> int:
+    if not num_bytes:
+        return 0
+    address = tensor.data_ptr()
+    if address < _LOW_ADDRESS:
         _check_memory(tensor, num_bytes)
-    return memoryview(ctypes.string_at(address, num_bytes))
+    return address
 
 
 def _check_memory(tensor: torch.Tensor, num_bytes: int) -> None:

@@ -155,7 +155,7 @@ class TensorPost:
                 place = self._borrower.hand_back(tensor, num_bytes, parcel.route.peer_id)
                 if place is not None:
                     return _HANDED_BACK, parcel.route.peer_id, *place
-            place = self._arena.put(bytes_of(tensor, num_bytes), parcel.route.peer_id)
+            place = self._arena.put(tensor, parcel.route.peer_id, num_bytes)
             if place is not None:
                 parcel.lent.append((self._arena, place))
                 return tuple(place)
