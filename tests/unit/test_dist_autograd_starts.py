@@ -153,18 +153,20 @@ def test_what_waits_stays_in_the_order_in_which_it_was_sent() -> None:
     assert [node.number for node in starts.waiting.values()] == [1, 2, 3, 5, 7, 9]
 
 
-def test_a_leaf_with_a_post_accumulate_hook_waits() -> None:
+@pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+def test_a_leaf_with_a_hook_waits(register: Callable[..., Any]) -> None:
     watched, shared, other = leaf(), leaf(), leaf()
-    watched.register_post_accumulate_grad_hook(lambda _: None)
+    register(watched, lambda _: None)
     starts = starts_with({1: (shared,), 2: (watched, shared), 3: (other,)})
     assert list(starts.late) == [1, 2, 3]
     starts.settle(Reached())
     assert places(starts) == ([], [3], [1, 2])
 
 
-def test_a_post_accumulate_hook_that_is_gone_does_not_count() -> None:
+@pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+def test_a_hook_that_is_gone_does_not_count(register: Callable[..., Any]) -> None:
     once_watched = leaf()
-    once_watched.register_post_accumulate_grad_hook(lambda _: None).remove()
+    register(once_watched, lambda _: None).remove()
     starts = starts_with({1: (once_watched,)})
     starts.settle(Reached())
     assert places(starts) == ([], [1], [])
@@ -176,6 +178,23 @@ def test_what_stands_for_a_sharded_parameter_waits() -> None:
     starts = starts_with({1: (whole,), 2: (leaf(),)})
     starts.settle(Reached())
     assert places(starts) == ([], [2], [1])
+
+
+def test_what_has_arrived_for_some_tensors_only_goes_through_send() -> None:
+    a, b = leaf(), leaf()
+    tokens = {number: cut_sent(number, tensors) for number, tensors in {1: (a, b), 2: (a * 2, b)}.items()}
+    starts = Starts(tokens, {1: (torch.ones(3), None), 2: (None, None)})
+    assert places(starts) == ([], [], [1, 2])
+
+
+def test_in_a_profile_everything_goes_through_send() -> None:
+    tokens = {number: cut_sent(number, [tensor]) for number, tensor in {1: leaf(), 2: leaf() * 2}.items()}
+    assert places(Starts(tokens, {2: GRADS}, is_profiled=True)) == ([], [], [1, 2])
+
+
+def test_leaves_that_need_no_gradient_any_more_are_no_start() -> None:
+    frozen = leaf().requires_grad_(False)
+    assert places(Starts({1: cut_sent(1, [frozen])}, {1: GRADS})) == ([], [], [])
 
 
 def test_what_has_arrived_is_not_moved() -> None:
@@ -202,13 +221,12 @@ def test_a_leaf_that_is_there_twice_is_watched() -> None:
 
 
 WATCHERS: list[Register] = [
-    lambda tensor: tensor.register_hook(lambda _: None),
     lambda tensor: accumulation_node(tensor).register_prehook(lambda _: None),
     lambda tensor: accumulation_node(tensor).register_hook(lambda *_: None),
 ]
 
 
-@pytest.mark.parametrize("register", WATCHERS, ids=["tensor hook", "node prehook", "node posthook"])
+@pytest.mark.parametrize("register", WATCHERS, ids=["prehook", "posthook"])
 def test_leaves_are_watched_while_one_has_a_hook(register: Register) -> None:
     a, b = leaf(), leaf()
     nodes = [accumulation_node(a), accumulation_node(b)]

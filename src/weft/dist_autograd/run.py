@@ -180,7 +180,8 @@ class Run:
         numbers = [
             number for number in list(self.context.sent) if not self._is_exact or number in self._taking_part
         ]
-        starts = Starts(self.context.tokens_of(numbers), self._arrived)
+        is_profiled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        starts = Starts(self.context.tokens_of(numbers), self._arrived, is_profiled=is_profiled)
         if self._is_exact:
             self.reach([node for node in starts.first if are_leaves(node)])
         else:

@@ -4,6 +4,7 @@
     not yet, leaves           when they are there, after the engine's run: nothing else waits for them
     not yet, others           at Send, which waits (cuts.py)
     only for some tensors     at Send too, so that it hands on that there is none for the others
+    in a profile              at Send, so that it is shown
 
 Leaves that the run comes to from elsewhere too are treated as others, since autograd adds up what comes from
 several sides; so are those with hooks of their own, which may be for several tensors, and those that a
@@ -33,7 +34,9 @@ class Starts:
     `tokens` are held: without its token a node is not to be used.
     """
 
-    def __init__(self, tokens: Mapping[int, torch.Tensor], arrived: Mapping[int, Grads]) -> None:
+    def __init__(
+        self, tokens: Mapping[int, torch.Tensor], arrived: Mapping[int, Grads], *, is_profiled: bool = False
+    ) -> None:
         self.tokens = tokens
         self.arrived: dict[int, Any] = {}
         self.waiting: dict[int, Any] = {}
@@ -42,10 +45,12 @@ class Starts:
             node, grads = token.grad_fn, arrived.get(number)
             if node is None:
                 continue  # leaves that don't need gradients any more
-            if grads is None and are_leaves(node):
+            if is_profiled:
+                self.waiting[number] = node
+            elif grads is None and are_leaves(node):
                 self.late[number] = node
             elif grads is None or any(grad is None for grad in grads):
-                self.waiting[number] = node  # Send tells what lies behind that there is no gradient
+                self.waiting[number] = node
             else:
                 self.arrived[number] = node
 
