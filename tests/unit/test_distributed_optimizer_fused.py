@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def step_densely(both: Both, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float_parameters_on_the_cpu_are_stepped_at_once(
     give: Give, fused_steps: list[int], kind: Callable[..., optim.Optimizer], dtype: torch.dtype
 ) -> None:
@@ -83,8 +84,11 @@ class Own(optim.Adam):
     pass
 
 
-def test_complex_parameters_are_for_the_optimizer_itself(give: Give, fused_steps: list[int]) -> None:
-    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.complex64)]
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float16])
+def test_other_parameters_are_for_the_optimizer_itself(
+    give: Give, fused_steps: list[int], dtype: torch.dtype
+) -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=each)) for each in (torch.float32, dtype)]
     local = LocalOptimizer(optim.Adam, params, (), {"lr": 0.1})
     step_local(give, local, params, [torch.ones_like(each) for each in params])
     assert fused_steps == []
@@ -125,6 +129,24 @@ def test_the_fused_form_gives_what_the_plain_one_gives(
         step_densely(both, step)
         both.check()
     assert fused_steps == [4] * 4
+
+
+def test_a_profile_shows_the_optimizers_step(give: Give) -> None:
+    both = Both(give, optim.Adam, [random(4, 2, seed=0)], lr=0.1)
+    with torch.autograd.profiler.profile() as profile:
+        step_densely(both, 0)
+    assert sum("Adam.step" in event.name for event in profile.function_events) == 2
+
+
+def test_a_parameter_that_was_given_twice_is_for_the_optimizer_itself(
+    give: Give, fused_steps: list[int]
+) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of duplicates
+        local = LocalOptimizer(optim.Adam, [param, param], (), {"lr": 0.1})
+    step_local(give, local, [param], [torch.ones(2)])
+    assert fused_steps == []
 
 
 def test_the_fused_form_steps_what_has_gradients(give: Give) -> None:

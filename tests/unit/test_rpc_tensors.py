@@ -260,6 +260,15 @@ def test_a_tensor_without_memory_is_refused(
     assert freed.untyped_storage().nbytes() == 0
 
 
+@pytest.mark.parametrize("numel", [20, SHARED_BYTES])
+def test_a_tensor_with_too_little_memory_is_refused(posts: tuple[TensorPost, TensorPost], numel: int) -> None:
+    shrunk = torch.ones(numel)
+    shrunk.untyped_storage().resize_(64)
+    for lacking in (shrunk, torch._efficientzerotensor(numel)):  # type: ignore[attr-defined]
+        with pytest.raises(UnfitError, match="has no memory"):
+            posts[0].pack([lacking], NEAR)
+
+
 def test_a_device_without_a_map_is_refused_with_torchs_words() -> None:
     with pytest.raises(RuntimeError, match=r"only supports CPU tensors by default.*set_device_map") as caught:
         tensors._map_device(torch.device("cuda", 1), NEAR)

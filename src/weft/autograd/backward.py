@@ -3,7 +3,8 @@
 The private names of torch that weft needs for this are used here and nowhere else:
 `_current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node`,
 `_unsafe_preserve_version_counter`, `_unsafe_set_version_counter`, nodes' `_sequence_nr` and
-`_set_sequence_nr`, and the engine's `queue_callback` and `run_backward`.
+`_set_sequence_nr`, and the engine's `queue_callback` and `run_backward`. Tensors' `_backward_hooks` are
+looked at elsewhere too.
 """
 
 from __future__ import annotations
@@ -99,6 +100,11 @@ def has_hooks(node: Any) -> bool:
         if hooks:
             return True
     return False
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks that see its gradient."""
+    return bool(tensor._backward_hooks)
 
 
 def _pass(*_: Any) -> None:

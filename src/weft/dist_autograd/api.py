@@ -62,7 +62,7 @@ def backward(
     `gradients`: one for each root, for roots that are no scalars. By default every tensor that was sent
     between workers in this context is taken to get a gradient, which is so where all results are used; where
     one is not, backward waits for it and fails when the RPC timeout is over. `exact=True` finds out first,
-    with a message more to each worker.
+    with a few more messages.
 
     Raises BackwardError, a RuntimeError, for what a worker's part raised; PeerError for a worker that is
     gone.

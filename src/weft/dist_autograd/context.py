@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,21 +57,23 @@ class DistAutogradContext:
         with self.lock:
             self.sent[number] = Sent(peer_id, tensors)
             if not all(tensor.is_leaf for tensor in tensors):
-                self._token_of(number)
+                self.token_of(number)
         return number
 
     def cut(self, number: int) -> None:
         """Cut the graph behind tensors that were sent, as it is now, unless that is done."""
         with self.lock:
             if number in self.sent:
-                self._token_of(number)
+                self.token_of(number)
 
-    def tokens_of(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
-        """The tokens of what was sent under these numbers. Each holds the graph behind it."""
+    def tokens(self, numbers: Container[int] | None = None) -> dict[int, torch.Tensor]:
+        """The tokens of what was sent, under some numbers or all. Each holds the graph behind it."""
         with self.lock:
-            return {number: self._token_of(number) for number in numbers}
+            chosen = [number for number in self.sent if numbers is None or number in numbers]
+            return {number: self.token_of(number) for number in chosen}
 
-    def _token_of(self, number: int) -> torch.Tensor:
+    def token_of(self, number: int) -> torch.Tensor:
+        """The token of what was sent under a number. The lock is held."""
         sent = self.sent[number]
         if sent.token is None:
             assert sent.tensors is not None
@@ -101,7 +103,7 @@ class DistAutogradContext:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        return {number: token.grad_fn for number, token in self.tokens_of(list(self.sent)).items()}
+        return {number: token.grad_fn for number, token in self.tokens().items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         return dict(self.received)

@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 
-from weft.autograd import Renew, Unsynced, accumulation_node, on_announcement, traced_inside_only
+from weft.autograd import (
+    Renew,
+    Unsynced,
+    accumulation_node,
+    has_tensor_hooks,
+    on_announcement,
+    traced_inside_only,
+)
 from weft.data_parallel.user_hooks import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
@@ -136,7 +143,7 @@ class Landing:
             for variable, grad in at_leaves:
                 # One that came for several, or that a hook could keep, is not the leaf's alone.
                 leaf = _leaves.get(id(variable))
-                is_seen = variable._backward_hooks or (leaf is not None and leaf.has_company)
+                is_seen = has_tensor_hooks(variable) or (leaf is not None and leaf.has_company)
                 if num_starts[id(grad)] == 1 and not is_seen:
                     self._own.add(id(grad))
 
@@ -168,8 +175,9 @@ class Landing:
 
     def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
         """Take a leaf's gradient, to be added to what the context has of it."""
-        is_alone = id(grad) in self._own or (
-            id(grad) not in self._shared and _are_few(_count_holders(grad), count_fresh())
+        # What another leaf has is nobody's own, whatever came in a message.
+        is_alone = id(grad) not in self._shared and (
+            id(grad) in self._own or _are_few(_count_holders(grad), count_fresh())
         )
         if is_alone and _is_fit_to_keep(grad, variable):
             self._added[variable] = grad

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, SparseAdam
 
 _PLAIN = (Tensor, nn.Parameter)
+_DTYPES = (torch.float32, torch.float64)  # for others torch's operation computes in another dtype
 _everywhere: Any = importlib.import_module("torch.optim.optimizer")  # has the hooks of all optimizers
 
 
@@ -35,9 +36,10 @@ def step_quickly(optim: Any) -> None:
 
 
 def _is_watched(optim: Any) -> bool:
-    """Whether somebody hears of steps: hooks, or a scheduler, which puts itself in front of `step`."""
+    """Whether somebody hears of steps: hooks, a profile, or a scheduler, which puts itself before `step`."""
     return bool(
         "step" in vars(optim)
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or optim._optimizer_step_pre_hooks
         or optim._optimizer_step_post_hooks
         or _everywhere._global_optimizer_pre_hooks
@@ -50,7 +52,7 @@ def _are_alike(param: Tensor, *others: Tensor) -> bool:
     return (
         type(param) in _PLAIN
         and param.is_cpu
-        and param.is_floating_point()
+        and param.dtype in _DTYPES
         and param.is_contiguous()
         and all(
             other.dtype is param.dtype
@@ -113,7 +115,7 @@ def _step_group(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
 
 
 def _step_rows(optim: Any) -> bool:
-    """Step the rows that gradients have; False, with nothing changed, where these are not of that kind."""
+    """Step the rows that gradients have; False, with no parameter changed, where these are of other kinds."""
     params = [
         (param, group) for group in optim.param_groups for param in group["params"] if param.grad is not None
     ]

@@ -1,9 +1,9 @@
 """One worker's part of one distributed backward.
 
 The engine of autograd runs once on every worker that takes part, from the roots (on the worker that called
-backward) and from what was sent. Gradients for other workers are collected and go when the engine has
-nothing else to do, or with the answer to the message that began this part. So a part sends all it has before
-it waits.
+backward) and from what was sent. Gradients for another worker are collected and go when all that this part
+owes it are there, when the engine has nothing else to do, or with the answer to the message that began this
+part. So a part sends all it has before it waits.
 
 A part begins with the first gradients that come. The message that began it is answered when all of it is
 done, and all that it began itself: the root is answered last.
@@ -163,7 +163,7 @@ class Run:
             self._taking_part.update(new)
             for number in new:
                 self.context.check_sent(number, self.agent.info)
-        tokens = self.context.tokens_of(new).values()
+            tokens = [self.context.token_of(number) for number in new]
         nodes = [token.grad_fn for token in tokens if token.grad_fn is not None]
         return self.reach([node for node in nodes if not are_leaves(node)])
 
@@ -177,11 +177,9 @@ class Run:
     ) -> Batch:
         """Run this part. Returns what is left for the worker that began it; all else is done then."""
         self._starter = (starter_id, True)
-        numbers = [
-            number for number in list(self.context.sent) if not self._is_exact or number in self._taking_part
-        ]
+        tokens = self.context.tokens(self._taking_part if self._is_exact else None)
         is_profiled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        starts = Starts(self.context.tokens_of(numbers), self._arrived, is_profiled=is_profiled)
+        starts = Starts(tokens, self._arrived, is_profiled=is_profiled)
         if self._is_exact:
             self.reach([node for node in starts.first if are_leaves(node)])
         else:
@@ -203,7 +201,7 @@ class Run:
         self._wait_until(lambda: not self._deliveries)
         if not self._retain_graph:
             with self.context.lock:
-                for number in numbers:
+                for number in tokens:
                     self.context.sent.pop(number, None)
         return [] if left is None else left[1]
 

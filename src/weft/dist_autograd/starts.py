@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from weft.autograd import has_hooks
+from weft.autograd import has_hooks, has_tensor_hooks
 from weft.data_parallel.user_hooks import hooks_of
 from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.messages import Grads
@@ -86,8 +86,9 @@ def are_unwatched(leaves: Sequence[Any]) -> bool:
 
 def starts_of(node: Any, grads: Iterable[torch.Tensor | None]) -> list[Start]:
     """Where the engine starts for the gradients of what was sent."""
-    edges = node.next_functions
-    return [(GradientEdge(*edge), grad) for edge, grad in zip(edges, grads, strict=True) if grad is not None]
+    pairs = zip(node.next_functions, grads, strict=True)
+    # A leaf that needs no gradient any more has no node.
+    return [(GradientEdge(*edge), grad) for edge, grad in pairs if edge[0] is not None and grad is not None]
 
 
 def are_leaves(node: Any) -> bool:
@@ -100,4 +101,4 @@ def _leaves_of(node: Any) -> list[Any]:
 
 
 def _is_plain(variable: torch.Tensor) -> bool:
-    return not hooks_of(variable) and not variable._backward_hooks and not is_whole(variable)
+    return not hooks_of(variable) and not has_tensor_hooks(variable) and not is_whole(variable)

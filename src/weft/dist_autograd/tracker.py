@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ENDED = "context ended"
 _FAILED = "backward failed"
 _REACHED = "context reached"
+_FINDING = "finding out what takes part in a backward (exact=True)"
 
 
 class GraphTracker:
@@ -48,7 +49,7 @@ class GraphTracker:
             _note_peer(context, route)
 
     def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
-        """Note the tensors of a message that need gradients. The graph is cut there when it is sent."""
+        """Note the tensors of a message that need gradients, and cut the graph; at leaves when it is sent."""
         context = self.contexts.join(context_id)
         if context is None:
             return None
@@ -231,7 +232,7 @@ class GraphTracker:
                 for peer_id, numbers in found.items()
                 if peer_id not in (asker_id, own_id)
             }
-            for numbers in self._agent.caller.ask_all(messages.find_part, asked):
+            for numbers in self._agent.caller.ask_all(messages.find_part, asked, _FINDING):
                 next_numbers += numbers
             found = run.reach_sent(next_numbers)
         return for_asker

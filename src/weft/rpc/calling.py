@@ -123,13 +123,15 @@ class Caller:
             rref.check_usable("to_here()")  # the function that makes it may have run out of time, not this
             raise
 
-    def ask_all(self, func: Callable[..., Any], args_by_worker: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+    def ask_all(
+        self, func: Callable[..., Any], args_by_worker: Mapping[int, tuple[Any, ...]], what: str
+    ) -> list[Any]:
         """Call one of weft's own functions on several workers at once; what they returned."""
         timeout_secs = self._agent.resolve_timeout(UNSET_RPC_TIMEOUT)
         asked: list[tuple[SyncCall, Callable[[], None]]] = []
         for worker_id, args in args_by_worker.items():
             peer = self._agent.directory.find(worker_id)
-            call = SyncCall(peer.info, _name_of(func), timeout_secs)
+            call = SyncCall(peer.info, what, timeout_secs)
             call.is_internal = True
             asked.append((call, self.pack(call, peer, func, args)))
         for _, send in asked[1:]:

@@ -64,7 +64,7 @@ class Later:
         self._note(due)
 
     def _send(self, peer: Peer, messages: list[Sequence[Part]], *, is_answer: bool, is_quiet: bool) -> None:
-        """Send messages; the last wakes the peer, unless another one follows that does."""
+        """Send messages; the last wakes the peer, unless another one does."""
         try:
             for place, parts in enumerate(messages, 1):
                 is_last = place == len(messages)

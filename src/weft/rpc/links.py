@@ -204,7 +204,7 @@ class Links:
     def send(
         self, peer_id: int, parts: Sequence[Part], *, is_answer: bool = False, is_quiet: bool = False
     ) -> None:
-        """Send one message; quietly, where another one follows at once and wakes the peer.
+        """Send one message; quietly, where another one wakes the peer, or it need not be heard soon.
 
         Raises PeerError when the link is closed; never waits.
         """

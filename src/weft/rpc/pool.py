@@ -31,6 +31,7 @@ _NAP_SECS = 0.25  # at most this long without a look, should a wake-up ever be m
 _MOMENT_SECS = 0.001  # a job that takes longer is not waited for
 # How often to look for such jobs: each look takes the interpreter from whoever works.
 _LOOK_SECS, _SELDOM_SECS = 0.002, 0.005  # when one runs, and when none did
+_FEW = 4  # messages that a caller takes for others when its own answer is there
 _QUIET_SECS = 0.05  # so long after the last job nobody needs to be looked after
 
 
@@ -354,7 +355,7 @@ class Pool:
 
     def _take_rest(self) -> None:
         """Take what came while somebody listened: most of it asks for nothing, and nobody need be woken."""
-        while True:
+        for _ in range(_FEW):
             with self._taking:
                 message = self._ear.take()
                 if message is None:
@@ -363,7 +364,9 @@ class Pool:
                 del message
             if job is not None:
                 self.submit(job)
-                return  # to one who takes the rest
+                break
+        if self._ear.has_mail() and not self._num_awake:
+            self._ear.bell.wake()
 
     def submit(self, job: Job) -> None:
         """Have a job done on the pool."""

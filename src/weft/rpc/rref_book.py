@@ -5,7 +5,8 @@ Each RRef outside of the owner is a *fork* with an id of its own, which the owne
 - The owner sends an RRef: it puts the new fork on its list when the message is packed.
 - Another worker sends one on: it keeps its own RRef alive (a *pin*) until the receiver says that the owner
   has the new fork on its list ("fork" to the owner, "forked" back, then "accept" to the sender). The same pin
-  keeps an RRef alive that travels to its owner, until that says "accept", or answers the call that it was in.
+  keeps an RRef alive that travels to its owner, until that says "accept", or answers the call that it was in
+  (however late: a call that is never answered keeps it until that worker is gone).
 - An RRef dies: "drop" takes its fork off the list. The value goes with the last one.
 - A worker dies: its forks go off every list, and pins for it are released.
 
@@ -58,9 +59,7 @@ class RRefBook:
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, OwnedValue] = {}  # those that others hold, or that are being made
         self._pins: dict[GlobalId, tuple[RRef[Any], int]] = {}  # by fork: what it was made from, for whom
-        self._unanswered: dict[
-            int, Sequence[GlobalId]
-        ] = {}  # by call: forks that are pinned until its answer
+        self._unanswered: dict[int, Sequence[GlobalId]] = {}  # by call: forks pinned until its answer
         self._unconfirmed: dict[GlobalId, tuple[int, int, weakref.ref[RRef[Any]]]] = {}  # owner, sender, it
         self._confirmed = threading.Condition()
         self._is_closed = False

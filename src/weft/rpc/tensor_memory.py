@@ -8,9 +8,6 @@ import torch
 
 from weft.errors import UnfitError
 
-# Where no memory is: a tensor whose memory was freed says that it lies at its offset.
-_LOW_ADDRESS = 1 << 40
-
 
 def span_of(tensor: torch.Tensor) -> int:
     """How many elements lie between its first and its last, both included."""
@@ -29,7 +26,7 @@ def compacted(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """The tensor's memory from its first element on, 1D and bytes, whatever its dtype."""
-    _check_memory(tensor, num_bytes)  # set_ would make it larger
+    _address_of(tensor, num_bytes)  # raises where there is too little: set_ would make it larger
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * tensor.itemsize
     return flat.set_(tensor.untyped_storage(), start, (num_bytes,), (1,))
@@ -46,18 +43,14 @@ def copy_memory(tensor: torch.Tensor, num_bytes: int, target: int) -> None:
 
 
 def _address_of(tensor: torch.Tensor, num_bytes: int) -> int:
+    """Where so many bytes of the tensor's memory begin. Raises where there are fewer."""
     if not num_bytes:
         return 0
-    address = tensor.data_ptr()
-    if address < _LOW_ADDRESS:
-        _check_memory(tensor, num_bytes)
-    return address
-
-
-def _check_memory(tensor: torch.Tensor, num_bytes: int) -> None:
-    """Raise for a tensor whose memory doesn't have so many bytes from its first element on."""
-    if tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
+    address = tensor.data_ptr()  # of one whose memory was freed it is its offset
+    end = tensor.storage_offset() * tensor.itemsize + num_bytes
+    if not address or end > tensor.untyped_storage().nbytes():
         raise UnfitError(
             f"weft.rpc: a tensor of shape {tuple(tensor.shape)} has no memory: it was freed, as that of a "
             "sharded parameter is. Send it while it has some."
         )
+    return address
