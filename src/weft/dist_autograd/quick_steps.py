@@ -4,7 +4,7 @@ An owner steps for every worker that asks, often for a few rows of a large table
 operations is what a step costs.
 
     Adam, AdamW    torch's own fused operation, one for all parameters of a group
-    SparseAdam     rows are read and written by their numbers, where torch makes sparse tensors of them
+    SparseAdam     the same operation, on copies of the rows that have gradients
 
 What is of another kind than the code below takes is left to the optimizer's own `step`.
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,43 +116,77 @@ def _step_group(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
 
 def _step_rows(optim: Any) -> bool:
     """Step the rows that gradients have; False, with no parameter changed, where these are of other kinds."""
-    params = [
-        (param, group) for group in optim.param_groups for param in group["params"] if param.grad is not None
-    ]
-    for param, _ in params:
-        if type(param) not in _PLAIN or not param.is_contiguous():
-            return False
-        if not param.grad.is_sparse or param.grad.sparse_dim() != 1:
-            return False
-        state = optim.state[param]
-        others = [param.grad, *(state[name] for name in _MEANS if state)]
-        if not all(other.dtype is param.dtype for other in others):
-            return False
+    stepped = [param for group in optim.param_groups for param in group["params"] if param.grad is not None]
+    if len(set(stepped)) < len(stepped):
+        return False  # it has a step for each time that a parameter was given
+    if not all(_has_rows(param, optim.state.get(param, {})) for param in stepped):
+        return False
     with torch.no_grad():
-        for param, group in params:
-            _step_param(param, group, optim.state[param])
+        for group in optim.param_groups:
+            by_step: dict[int, list[_Rows]] = {}  # by the number of steps, on which the rate depends
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = optim.state[param]
+                    rows = _take_rows(param, state)
+                    by_step.setdefault(state["step"], []).append(rows)
+            for step, pieces in by_step.items():
+                _step_pieces(group, step, pieces)
     return True
 
 
-def _step_param(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+def _has_rows(param: Tensor, state: Mapping[str, Any]) -> bool:
+    grad = param.grad
+    return (
+        grad is not None
+        and grad.is_sparse
+        and grad.sparse_dim() == 1
+        and grad.dtype is param.dtype
+        and _are_alike(param, *(state[name] for name in _MEANS if state))
+    )
+
+
+class _Rows(NamedTuple):
+    """Rows of a parameter and of its state, copied, with their gradients."""
+
+    numbers: Tensor
+    grad: Tensor
+    wholes: Sequence[Tensor]
+    copies: Sequence[Tensor]
+
+
+def _take_rows(param: Tensor, state: dict[str, Any]) -> _Rows:
     if not state:
         state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
     state["step"] += 1
     assert param.grad is not None
     grad = param.grad.coalesce()  # a row that is there twice would be averaged twice
-    rows, values = grad._indices()[0], grad._values()
-    if not values.numel():
-        return
-    if group.get("maximize", False):
-        values = -values
-    (beta1, beta2), (mean, square) = group["betas"], (state[name] for name in _MEANS)
-    new_mean = mean.index_select(0, rows).lerp_(values, 1 - beta1)
-    new_square = square.index_select(0, rows).mul_(beta2).addcmul_(values, values, value=1 - beta2)
-    mean.index_copy_(0, rows, new_mean)
-    square.index_copy_(0, rows, new_square)
-    bias1, bias2 = (1 - beta ** state["step"] for beta in (beta1, beta2))
-    rate = float(group["lr"]) * math.sqrt(bias2) / bias1
-    param.index_add_(0, rows, new_mean.div_(new_square.sqrt_().add_(group["eps"])), alpha=-rate)
+    numbers, wholes = grad._indices()[0], (param, *(state[name] for name in _MEANS))
+    copies = [whole.index_select(0, numbers) for whole in wholes]
+    return _Rows(numbers, grad._values().contiguous(), wholes, copies)
+
+
+def _step_pieces(group: Mapping[str, Any], step: int, pieces: Sequence[_Rows]) -> None:
+    beta1, beta2 = group["betas"]
+    params, means, squares = (list(copies) for copies in zip(*(piece.copies for piece in pieces), strict=True))
+    torch._fused_adam_(  # type: ignore[attr-defined]
+        params,
+        [piece.grad for piece in pieces],
+        means,
+        squares,
+        [],
+        [torch.tensor(float(step), device="cpu")] * len(pieces),
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        # Adam corrects the squares and then adds eps; SparseAdam corrects what has it added.
+        eps=group["eps"] / math.sqrt(1 - beta2**step),
+        amsgrad=False,
+        maximize=group.get("maximize", False),
+    )
+    for piece in pieces:
+        for whole, copy in zip(piece.wholes, piece.copies, strict=True):
+            whole.index_copy_(0, piece.numbers, copy)
 
 
 _MEANS = ("exp_avg", "exp_avg_sq")
