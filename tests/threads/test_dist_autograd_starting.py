@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -132,17 +133,40 @@ def test_what_a_hook_keeps_stays_as_it_is() -> None:
 _was_changed = threading.Event()
 
 
-def change() -> None:
-    _kept["computed"].mul_(10)
+def change(way: str) -> None:
+    kept = _kept_ways.pop(way)
+    changed = kept() if isinstance(kept, weakref.ref) else kept
+    if changed is not None:
+        changed.mul_(10)
     _was_changed.set()
 
 
-def compute() -> Tensor:
-    _kept["computed"] = make("start") * 2
-    return _kept["computed"]
+_kept_ways: dict[str, Any] = {}
 
 
-def test_what_is_done_to_a_result_once_it_has_come_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def compute(way: str) -> Tensor:
+    """A result that can be changed afterwards, in one of several ways."""
+    result = make("start") * 2
+    if way == "itself":
+        _kept_ways[way] = result
+    elif way == "a view of it":
+        _kept_ways[way] = result[:]
+    elif way == "what it is a view of":
+        _kept_ways[way], result = result, result[:]
+    elif way == "a weak reference":
+        _kept_ways[way] = weakref.ref(result)
+    else:
+        _kept_ways[way] = None
+    return result
+
+
+_WAYS = ["itself", "a view of it", "what it is a view of", "a weak reference", "none"]
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_what_is_done_to_a_result_once_it_has_come_is_not_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """The next call changes it in place where it was computed, while the thread that sent it lags behind."""
     _was_changed.clear()
     on_sent = GraphTracker.on_sent
@@ -156,8 +180,8 @@ def test_what_is_done_to_a_result_once_it_has_come_is_not_part_of_it(monkeypatch
 
     def body() -> Tensor | None:
         with dist_autograd.context() as context_id:
-            result = rpc.rpc_sync("worker1", compute)
-            rpc.rpc_sync("worker1", change)
+            result = rpc.rpc_sync("worker1", compute, (way,))
+            rpc.rpc_sync("worker1", change, (way,))
             dist_autograd.backward(context_id, [result.sum()])
             return rpc.rpc_sync("worker1", gradient, (context_id, "start"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from weft.autograd import Unsynced
 from weft.dist_autograd.cuts import cut_sent
 from weft.errors import StateError
+from weft.tensors import holder_count
 
 if TYPE_CHECKING:
     from weft.dist_autograd.run import Run
@@ -25,8 +27,8 @@ _NUM_ENDED = 4096  # contexts whose end is remembered: messages of theirs may st
 class Sent:
     """Tensors that were sent to another worker, or to this one.
 
-    Invariant: one of `tensors` and `token` is there. With a token the graph behind them is cut. Leaves are
-    cut when the message is on its way: nothing that is done to them meanwhile changes their graph.
+    Invariant: one of `tensors` and `token` is there. With a token the graph behind them is cut. Where nothing
+    that is done meanwhile can change that graph, the message goes first.
     """
 
     peer_id: int
@@ -51,12 +53,12 @@ class DistAutogradContext:
         self._numbers = itertools.count(1)
         self._num_received = itertools.count()
 
-    def add_sent(self, peer_id: int, tensors: Sequence[torch.Tensor]) -> int:
+    def add_sent(self, peer_id: int, tensors: Sequence[torch.Tensor], *, are_given_up: bool = False) -> int:
         """Note tensors that are about to be sent; the number they go under."""
         number = next(self._numbers)
         with self.lock:
             self.sent[number] = Sent(peer_id, tensors)
-            if not all(tensor.is_leaf for tensor in tensors):
+            if not all(tensor.is_leaf or (are_given_up and _is_unseen(tensor)) for tensor in tensors):
                 self.token_of(number)
         return number
 
@@ -110,6 +112,11 @@ class DistAutogradContext:
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.called)
+
+
+def _is_unseen(tensor: torch.Tensor) -> bool:
+    """Whether nobody can come by a tensor that was given up: to write there would change its graph."""
+    return not tensor._is_view() and holder_count(tensor) == 1 and not weakref.getweakrefcount(tensor)
 
 
 class Contexts:

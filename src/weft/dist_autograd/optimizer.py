@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -175,7 +174,7 @@ class LocalOptimizer:
         # One for each parameter, so that an optimizer finds out that one was given twice.
         twins = {param: nn.Parameter(param.detach(), param.requires_grad) for param in params}
         self._pairs = list(twins.items())
-        self._locks = _find_locks(twins)
+        self._alone = _Alone(twins)
         self.optim = optimizer_class([twins[param] for param in params], *args, **(kwargs or {}))
 
     def step(self, context_id: int) -> None:
@@ -184,7 +183,7 @@ class LocalOptimizer:
             gradients = autograd.get_gradients(context_id)
         except StateError:
             gradients = {}  # no call of the context came here; whoever asks for the step knows it
-        with self._alone():
+        with self._alone:
             try:
                 for param, twin in self._pairs:
                     _move_memory(twin, to=param)  # which may have been given other memory: module.half()
@@ -197,26 +196,13 @@ class LocalOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's state, which later steps don't change."""
-        with self._alone():
+        with self._alone:
             return copy.deepcopy(self.optim.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the optimizer a state."""
-        with self._alone():
+        with self._alone:
             self.optim.load_state_dict(state)
-
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        """Keep others from stepping these parameters for the length of the block."""
-        num_held = 0
-        try:
-            for lock in self._locks:
-                lock.acquire()
-                num_held += 1
-            yield
-        finally:
-            for lock in self._locks[:num_held]:
-                lock.release()
 
 
 def _check_param(param: Any) -> None:
@@ -233,22 +219,38 @@ def _check_param(param: Any) -> None:
         )
 
 
-def _find_locks(params: Iterable[Tensor]) -> list[threading.Lock]:
-    """The locks of parameters, in the order in which everybody takes them."""
-    with _finding_locks:
-        return sorted((_locks.setdefault(id(param), threading.Lock()) for param in params), key=id)
+class _Alone:
+    """Keeps others from stepping some parameters for the length of a block."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        with _finding_locks:
+            locks = [_locks.setdefault(id(param), threading.Lock()) for param in params]
+        self._locks = sorted(locks, key=id)  # the order in which everybody takes them
+
+    def __enter__(self) -> None:
+        for num_held, lock in enumerate(self._locks):
+            try:
+                lock.acquire()
+            except BaseException:  # Ctrl-C while it waits
+                self._release(num_held)
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        self._release(len(self._locks))
+
+    def _release(self, num_held: int) -> None:
+        for lock in self._locks[:num_held]:
+            lock.release()
 
 
 def _move_memory(tensor: Tensor, *, to: Tensor) -> None:
     """Let a tensor lie where the other does, if it doesn't."""
-    if _is_movable(tensor) and _is_movable(to):
+    if type(tensor) not in _MOVABLE or type(to) not in _MOVABLE:
+        return
+    if tensor.layout is torch.strided and to.layout is torch.strided:
         is_there = tensor.dtype is to.dtype and tensor.device == to.device and tensor.is_set_to(to)
         if not is_there:
             tensor.data = to.data
-
-
-def _is_movable(tensor: Tensor) -> bool:
-    return type(tensor) in _MOVABLE and tensor.layout is torch.strided
 
 
 def make_local_optimizer(

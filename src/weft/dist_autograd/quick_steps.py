@@ -49,19 +49,13 @@ def _is_watched(optim: Any) -> bool:
 
 def _are_alike(param: Tensor, *others: Tensor) -> bool:
     """Whether tensors lie side by side in the same order, so that each can be walked from its start."""
-    return (
-        type(param) in _PLAIN
-        and param.is_cpu
-        and param.dtype in _DTYPES
-        and param.is_contiguous()
-        and all(
-            other.dtype is param.dtype
-            and other.is_cpu
-            and other.shape == param.shape
-            and other.is_contiguous()
-            for other in others
-        )
-    )
+    dtype, shape = param.dtype, param.shape
+    if type(param) not in _PLAIN or not param.is_cpu or dtype not in _DTYPES or not param.is_contiguous():
+        return False
+    for other in others:
+        if other.dtype is not dtype or not other.is_cpu or other.shape != shape or not other.is_contiguous():
+            return False
+    return True
 
 
 def _step_fused(optim: Any) -> bool:
@@ -167,7 +161,9 @@ def _take_rows(param: Tensor, state: dict[str, Any]) -> _Rows:
 
 def _step_pieces(group: Mapping[str, Any], step: int, pieces: Sequence[_Rows]) -> None:
     beta1, beta2 = group["betas"]
-    params, means, squares = (list(copies) for copies in zip(*(piece.copies for piece in pieces), strict=True))
+    params, means, squares = (
+        list(copies) for copies in zip(*(piece.copies for piece in pieces), strict=True)
+    )
     torch._fused_adam_(  # type: ignore[attr-defined]
         params,
         [piece.grad for piece in pieces],

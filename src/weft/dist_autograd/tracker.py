@@ -48,8 +48,15 @@ class GraphTracker:
         if context is not None:
             _note_peer(context, route)
 
-    def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
-        """Note the tensors of a message that need gradients, and cut the graph; at leaves when it is sent."""
+    def on_send(
+        self,
+        context_id: int,
+        tensors: Sequence[torch.Tensor],
+        route: Route,
+        *,
+        is_given_up: bool = False,
+    ) -> Stub | None:
+        """Note the tensors of a message that need gradients. Cut the graph, or leave that to `on_sent`."""
         context = self.contexts.join(context_id)
         if context is None:
             return None
@@ -58,7 +65,7 @@ class GraphTracker:
         if not places:
             return None
         needy = [tensors[place] for place in places]
-        return context.add_sent(route.peer_id, needy), places
+        return context.add_sent(route.peer_id, needy, are_given_up=is_given_up), places
 
     def on_sent(self, context_id: int, stub: Stub) -> None:
         """Cut the graph behind the tensors of a message that has been sent."""

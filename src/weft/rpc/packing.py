@@ -165,7 +165,7 @@ class Packer:
         lifted = lift_value(value, is_tracked=context_id != 0)
         if lifted is None:
             return self._pickle(value, route, context_id)
-        return self._pack_lifted(lifted, route, context_id, is_given_up=is_given_up and not context_id)
+        return self._pack_lifted(lifted, route, context_id, is_given_up=is_given_up)
 
     def _pack_with_rrefs(
         self, lifted: Lifted, rrefs: Mapping[int, Reference], route: Route, context_id: int
@@ -193,12 +193,13 @@ class Packer:
         forks: tuple[Any, ...] = (),
     ) -> Packed:
         plain, tensors = lifted
+        is_unused = is_given_up and not context_id
         descriptors, buffers = (
-            self._post.pack(tensors, route, is_given_up=is_given_up) if tensors else (None, [])
+            self._post.pack(tensors, route, is_given_up=is_unused) if tensors else (None, [])
         )
         stub = None
         if context_id and self._tracker is not None:
-            stub = self._tracker.on_send(context_id, tensors, route)
+            stub = self._tracker.on_send(context_id, tensors, route, is_given_up=is_given_up)
         body = _PREFIX.pack(_DIRECT, 0, context_id) + pickle.dumps((*plain, descriptors, stub, *forks), 5)
         return Packed(body, buffers, None, descriptors, context_id, stub)
 

@@ -29,8 +29,18 @@ class Tracker(Protocol):
         """Note a call in a context that sends nothing."""
         ...
 
-    def on_send(self, context_id: int, tensors: Sequence[torch.Tensor], route: Route) -> Stub | None:
-        """Note what is about to be sent in a context. None where no tensor needs a gradient."""
+    def on_send(
+        self,
+        context_id: int,
+        tensors: Sequence[torch.Tensor],
+        route: Route,
+        *,
+        is_given_up: bool = False,
+    ) -> Stub | None:
+        """Note what is about to be sent in a context. None where no tensor needs a gradient.
+
+        `is_given_up`: nobody else refers to them.
+        """
         ...
 
     def on_sent(self, context_id: int, stub: Stub) -> None:
