@@ -139,21 +139,25 @@ class Landing:
             if (variable := getattr(edge.node, "variable", None)) is not None
         ]
         if at_leaves:
-            num_starts = Counter([id(grad) for _, grad in starts])
+            once = _ids_once([grad for _, grad in starts])
             for variable, grad in at_leaves:
                 # One that came for several, or that a hook could keep, is not the leaf's alone.
                 leaf = _leaves.get(id(variable))
                 is_seen = has_tensor_hooks(variable) or (leaf is not None and leaf.has_company)
-                if num_starts[id(grad)] == 1 and not is_seen:
+                if id(grad) in once and not is_seen:
                     self._own.add(id(grad))
 
-    def take(self, starts: Sequence[Start]) -> bool:
-        """Take gradients that came for leaves which nobody watches; False, with none taken, for others."""
-        if not all(_is_as(grad, edge.node.variable) for edge, grad in starts):  # type: ignore[attr-defined]
+    def take(self, pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+        """Take gradients that came for leaves, by their nodes, which nobody watches.
+
+        False, with none taken, where one is not as its leaf.
+        """
+        found = [(node.variable, grad) for node, grad in pairs]
+        if not all(_is_as(grad, variable) for variable, grad in found):
             return False
-        self.expect(starts)
-        for edge, grad in starts:
-            self.add(edge.node.variable, grad)  # type: ignore[attr-defined]
+        self._own = _ids_once([grad for _, grad in found])
+        for variable, grad in found:
+            self.add(variable, grad)
         return True
 
     def _prepare(self, node: Any) -> None:
@@ -283,6 +287,14 @@ class _Trial:
 
     def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
         self.counts = _count_holders(grad)
+
+
+def _ids_once(grads: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those that are there once."""
+    ids = [id(grad) for grad in grads]
+    if len(different := set(ids)) == len(ids):
+        return different
+    return {one for one, count in Counter(ids).items() if count == 1}
 
 
 def _is_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:

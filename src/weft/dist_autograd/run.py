@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from weft.autograd import run_engine
 from weft.dist_autograd import messages
@@ -198,7 +199,8 @@ class Run:
             # Others may need what follows from it before they are done.
             self._outgoing[self._starter] = left
             left = None
-        self._wait_until(lambda: not self._deliveries)
+        if self._deliveries or self._outgoing or self._answers or self.failure is not None:
+            self._wait_until(lambda: not self._deliveries)
         if not self._retain_graph:
             with self.context.lock:
                 for number in tokens:
@@ -224,17 +226,24 @@ class Run:
 
     def _run_late(self, starts: Starts) -> None:
         """Go on with leaves whose gradients come from elsewhere, when they have come."""
-        leaves = starts.late_leaves()
+        late = starts.late_leaves()
+        leaves = [leaf for group in late.values() for leaf in group]
         are_bare = are_unwatched(leaves)
         if not are_bare:
             self.landing.prepare(dict.fromkeys(leaves))
-        for number in starts.late:
+        for number in late:
             self._wait_arrived(number)
-        found = self._take_starts(starts.late)
-        if are_bare and self.landing.take(found):
+        pairs = [
+            (leaf, grad)
+            for number, group in late.items()
+            for leaf, grad in zip(group, self._arrived.pop(number), strict=True)
+            if grad is not None
+        ]
+        if are_bare and self.landing.take(pairs):
             return
         if are_bare:
             self.landing.prepare(leaves)
+        found = [(GradientEdge(leaf, 0), grad) for leaf, grad in pairs]
         with at_work(self) as more:
             self._run_engine(more, [root_gradient()] * len(more), found)
 

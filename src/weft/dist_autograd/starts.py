@@ -74,9 +74,9 @@ class Starts:
         if len(self.waiting) > 1:
             self.waiting = dict(sorted(self.waiting.items()))  # the order in which they were sent
 
-    def late_leaves(self) -> list[Any]:
-        """The nodes that add to the gradients of late leaves."""
-        return [leaf for node in self.late.values() for leaf in _leaves_of(node)]
+    def late_leaves(self) -> dict[int, list[Any]]:
+        """The nodes that add to the gradients of late leaves, by number."""
+        return {number: _leaves_of(node) for number, node in self.late.items()}
 
 
 def are_unwatched(leaves: Sequence[Any]) -> bool:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 
 from weft.errors import PeerError
 from weft.rpc.links import Links
-from weft.rpc.peers import Peer
+from weft.rpc.peers import Peer, Write
 from weft.rpc.ring import Part
-from weft.rpc.wire import Message, encode_message
 
 SOON_SECS = 0.001
 SOME_TIME_SECS = 0.02
@@ -30,12 +29,15 @@ class Later:
         self._lock = threading.Lock()
         self._due: dict[Peer, float] = {}  # when what waits for a peer has to go
 
-    def add(self, peer: Peer, message: Message, secs: float, *, is_behind: bool = False) -> None:
-        """Send a message with the next one to that peer, before it or behind it, or after so many seconds."""
+    def add(self, peer: Peer, write: Write, secs: float, *, is_behind: bool = False) -> None:
+        """Send a message with the next one to that peer, before it or behind it, or after so many seconds.
+
+        It is written when it goes: behind another one, nobody waits for that.
+        """
         due = time.monotonic() + secs
         with self._lock:
             is_alone = not peer.deferred and not peer.trailing  # what was due before has gone with another
-            (peer.trailing if is_behind else peer.deferred).append(encode_message(message))
+            (peer.trailing if is_behind else peer.deferred).append(write)
             due = self._due[peer] = due if is_alone else min(due, self._due.get(peer, due))
         self._note(due)
 
@@ -54,7 +56,7 @@ class Later:
         # The peer has just been woken. Where it does not look again, it does so after a nap.
         self._send(peer, messages, is_answer=is_answer, is_quiet=True)
 
-    def _put_back(self, peer: Peer, messages: Sequence[Sequence[Part]]) -> None:
+    def _put_back(self, peer: Peer, messages: Sequence[Write]) -> None:
         """Let messages that were to go behind another go later."""
         if not messages:
             return
@@ -63,13 +65,13 @@ class Later:
             due = self._due.setdefault(peer, time.monotonic() + SOME_TIME_SECS)
         self._note(due)
 
-    def _send(self, peer: Peer, messages: list[Sequence[Part]], *, is_answer: bool, is_quiet: bool) -> None:
+    def _send(self, peer: Peer, messages: list[Write], *, is_answer: bool, is_quiet: bool) -> None:
         """Send messages; the last wakes the peer, unless another one does."""
         try:
-            for place, parts in enumerate(messages, 1):
+            for place, write in enumerate(messages, 1):
                 is_last = place == len(messages)
                 is_hushed = is_quiet or not is_last
-                self._links.send(peer.info.id, parts, is_answer=is_answer, is_quiet=is_hushed)
+                self._links.send(peer.info.id, write(), is_answer=is_answer, is_quiet=is_hushed)
         except PeerError:
             return  # it is gone
 
@@ -86,9 +88,9 @@ class Later:
         return next_due
 
 
-def _take_all(waiting: deque[Sequence[Part]]) -> list[Sequence[Part]]:
+def _take_all(waiting: deque[Write]) -> list[Write]:
     """What waits, taken out. Another thread may do the same: each message goes to one of them."""
-    taken: list[Sequence[Part]] = []
+    taken: list[Write] = []
     try:
         while waiting:
             taken.append(waiting.popleft())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.rpc.calls import Call
 
 Blocking = Callable[[], AbstractContextManager[None]]
+Write = Callable[[], Sequence[bytes | memoryview]]  # the parts of a message
 
 
 class Peer:
@@ -31,8 +32,8 @@ class Peer:
         self.was_reached = True
         self.is_linked = False  # that it was opened, once
         self.was_told = False  # that this worker has given it up
-        self.deferred: deque[Sequence[bytes | memoryview]] = deque()  # messages that go before the next one
-        self.trailing: deque[Sequence[bytes | memoryview]] = deque()  # and right behind it
+        self.deferred: deque[Write] = deque()  # messages that go before the next one
+        self.trailing: deque[Write] = deque()  # and right behind it
         self._in_flight = 0
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
