@@ -1,8 +1,12 @@
-"""On a GPU the engine has threads of its own: a backward tells its number before anything in it can wait."""
+"""In which order the engine comes to nodes of several workers.
+
+On a GPU it has threads of its own: a backward tells its number before anything in it can wait.
+"""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 from weft.autograd import run_last
 from weft.dist_autograd import running
+from weft.dist_autograd.cuts import RecvCut, tie_received
 
 
 def test_a_backward_tells_its_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +37,30 @@ def test_a_backward_tells_its_number_first(monkeypatch: pytest.MonkeyPatch) -> N
     ((first, waiting),) = seen
     assert first > waiting
     assert first > 2**60  # more than any thread has numbered
+
+
+class Watched:
+    """A part of a backward that notes what is given away."""
+
+    class context:
+        id = 1
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def give_away(self, *_: Any) -> None:
+        self._seen.append("given away")
+
+
+def test_what_another_worker_waits_for_is_given_away_before_others_are_computed() -> None:
+    seen: list[str] = []
+    route: Any = SimpleNamespace(peer_name="other")
+    (x,), _ = tie_received(RecvCut(1, 1, route), [torch.ones(2, 3)])
+    weight = torch.ones(4, 3, requires_grad=True)
+    turned = weight.t()  # made after x: the engine would come to it first
+    turned.register_hook(lambda _: seen.append("the gradient of the weight is ready"))
+    weight.register_hook(lambda _: seen.append("the weight has its gradient"))
+    run: Any = Watched(seen)
+    with running.at_work(run) as more:
+        torch.autograd.backward([(x @ turned).sum(), *more])
+    assert seen.index("given away") < seen.index("the weight has its gradient")

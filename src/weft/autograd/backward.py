@@ -17,6 +17,9 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
+# Of the nodes that are ready the engine takes the one with the largest number. Those of leaves have more.
+_FIRST, _SOON = 2**62, 2**61
+
 
 def current_backward() -> int | None:
     """A number for the backward that runs on this thread now; None outside of any.
@@ -40,6 +43,16 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def current_node() -> Any:
     """The node of the graph that the backward on this thread is at; None where it doesn't say."""
     return torch._C._current_autograd_node()
+
+
+def run_first(node: Any) -> None:
+    """Let the engine come to a node before all others that are ready, but for leaves'."""
+    node._set_sequence_nr(_FIRST)
+
+
+def run_soon(node: Any) -> None:
+    """Let the engine come to a node before others that are ready, but for leaves' and the first."""
+    node._set_sequence_nr(_SOON)
 
 
 def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:

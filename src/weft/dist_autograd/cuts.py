@@ -19,7 +19,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
-from weft.autograd import accumulation_node, traced_inside_only
+from weft.autograd import accumulation_node, run_soon, traced_inside_only
 from weft.dist_autograd import running
 from weft.errors import StateError
 from weft.rpc.tensors import Route
@@ -98,7 +98,9 @@ def _cut_sent(number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def tie_received(cut: RecvCut, tensors: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Tensors that came in a message, as outputs of a node; and the node."""
     tied: tuple[torch.Tensor, ...] = recorded(_apply_recv, cut, _anchor, tensors)
-    return tied, tied[0].grad_fn
+    node = tied[0].grad_fn
+    run_soon(node)  # another worker waits for what it gives away
+    return tied, node
 
 
 def recorded(function: Callable[..., Any], *args: Any) -> Any:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import Function
 
-from weft.autograd import current_backward, traced_inside_only
+from weft.autograd import current_backward, run_first, traced_inside_only
 from weft.errors import StateError
 
 if TYPE_CHECKING:
     from weft.dist_autograd.run import Run
 
 _OPENING_SECS = 10.0
-_FIRST = 2**62  # a node's priority; gradients of leaves alone have more
 
 
 class _Here(threading.local):
@@ -91,7 +90,7 @@ class at_work:
         root = cast(torch.Tensor, _Open.apply(self._run, anchor))
         # Before all others, whatever number a new thread gives to its first node: a send that waits would
         # keep it from telling, and the nodes on the GPU from going on.
-        cast(Any, root.grad_fn)._set_sequence_nr(_FIRST)
+        run_first(root.grad_fn)
         return [root]
 
     def __exit__(self, *_: object) -> None:
