@@ -212,3 +212,30 @@ def test_a_backward_within_the_backward_gives_gradients_away() -> None:
             return list(dist_autograd.get_gradients(context_id).values())
 
     assert sorted(grad.sum().item() for grad in run(body, ranks=2)) == [0.0, 6.0]
+
+
+def keep(x: Tensor) -> None:
+    _kept["x"] = x
+
+
+def add_kept(x: Tensor) -> Tensor:
+    return _kept["x"] + x
+
+
+def test_what_a_hook_has_seen_is_not_the_contexts() -> None:
+    """One gradient comes for a leaf and for what was computed, in one message."""
+
+    def body() -> tuple[list[list[float]], list[float]]:
+        leaf, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+        seen: list[Tensor] = []
+        with dist_autograd.context() as context_id:
+            rpc.rpc_sync("worker1", keep, (leaf,))
+            computed = other * 2
+            computed.register_hook(seen.append)
+            loss = (rpc.rpc_sync("worker1", add_kept, (computed,)) * 3).sum()
+            dist_autograd.backward(context_id, [loss], retain_graph=True)
+            dist_autograd.backward(context_id, [loss])
+            total = dist_autograd.get_gradients(context_id)[leaf]
+        return [grad.tolist() for grad in seen], total.tolist()
+
+    assert run(body, ranks=2) == ([[3.0] * 3] * 2, [6.0] * 3)

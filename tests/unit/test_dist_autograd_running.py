@@ -58,9 +58,24 @@ def test_what_another_worker_waits_for_is_given_away_before_others_are_computed(
     (x,), _ = tie_received(RecvCut(1, 1, route), [torch.ones(2, 3)])
     weight = torch.ones(4, 3, requires_grad=True)
     turned = weight.t()  # made after x: the engine would come to it first
-    turned.register_hook(lambda _: seen.append("the gradient of the weight is ready"))
     weight.register_hook(lambda _: seen.append("the weight has its gradient"))
     run: Any = Watched(seen)
     with running.at_work(run) as more:
         torch.autograd.backward([(x @ turned).sum(), *more])
     assert seen.index("given away") < seen.index("the weight has its gradient")
+
+
+def test_of_several_the_latest_is_given_away_first() -> None:
+    route: Any = SimpleNamespace(peer_name="other")
+    nodes = [tie_received(RecvCut(1, number, route), [torch.ones(2)])[1] for number in range(3)]
+    numbers = [node._sequence_nr() for node in nodes]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_backward_tells_its_number_before_anything_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    route: Any = SimpleNamespace(peer_name="other")
+    _, node = tie_received(RecvCut(1, 1, route), [torch.ones(2)])
+    run: Any = object()
+    with running.at_work(run) as (root,):
+        assert root.grad_fn._sequence_nr() > node._sequence_nr()  # type: ignore[union-attr]

@@ -357,3 +357,50 @@ def test_a_scheduler_sees_the_steps(give: Give) -> None:
         for scheduler in schedulers:
             scheduler.step()  # warns, which is an error here, where no step came before
     assert both.local.optim.param_groups[0]["lr"] == 0.1 / 8
+
+
+def test_parameters_that_share_memory_are_stepped_one_after_the_other(give: Give) -> None:
+    def make() -> list[Tensor]:
+        memory = random(4, 2, seed=0)
+        return [nn.Parameter(memory), nn.Parameter(memory)]
+
+    params, wanted = make(), make()
+    local = LocalOptimizer(optim.SparseAdam, params, (), {"lr": 0.1})
+    plain = optim.SparseAdam(wanted, lr=0.1)
+    for step in range(3):
+        grads: list[Tensor | None] = [rows_of(param, [1, 3], step) for param in params]
+        step_local(give, local, params, grads)
+        step_plain(plain, wanted, grads)
+        check_close(params[0], wanted[0])
+
+
+def test_an_empty_gradient_does_not_count_as_a_change(give: Give) -> None:
+    both = sparse_both(give, (6, 3))
+    both.step_rows([1], seed=0)
+    loss = both.params[0].square().sum()
+    step_local(give, both.local, both.params, [rows_of(both.params[0], [], 1)])
+    loss.backward()  # which would notice
+
+
+def test_values_that_do_not_lie_in_one_piece(give: Give) -> None:
+    both = sparse_both(give, (6, 3))
+    for step in range(2):
+        turned = random(3, 2, seed=step).t()
+        grad = torch.sparse_coo_tensor(torch.tensor([[1, 4]]), turned, (6, 3), is_coalesced=True)
+        assert not grad.values().is_contiguous()
+        both.step(grad)
+        both.check()
+
+
+def test_steps_are_counted_exactly_whatever_the_default_dtype(give: Give) -> None:
+    both = sparse_both(give, (6, 3), betas=(0.9, 0.9999))
+    both.step_rows([1], seed=0)
+    for optimizer in (both.local.optim, both.plain):
+        for state in optimizer.state.values():
+            state["step"] = 300  # more than bfloat16 counts
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        both.step(rows_of(both.params[0], [1, 4], 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    both.check()

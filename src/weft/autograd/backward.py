@@ -51,8 +51,11 @@ def run_first(node: Any) -> None:
 
 
 def run_soon(node: Any) -> None:
-    """Let the engine come to a node before others that are ready, but for leaves' and the first."""
-    node._set_sequence_nr(_SOON)
+    """Let the engine come to a node before others that are ready, but for leaves' and the first.
+
+    Of several such nodes it comes to the latest first, as of others.
+    """
+    node._set_sequence_nr(_SOON + node._sequence_nr())
 
 
 def run_last(last: Sequence[Any], others: Iterable[Any]) -> None:

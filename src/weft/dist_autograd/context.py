@@ -115,7 +115,7 @@ class DistAutogradContext:
 
 
 def _is_unseen(tensor: torch.Tensor) -> bool:
-    """Whether nobody can come by a tensor that was given up: to write there would change its graph."""
+    """Whether nobody can write to a tensor that was given up, or to a view of it, and so change its graph."""
     return not tensor._is_view() and holder_count(tensor) == 1 and not weakref.getweakrefcount(tensor)
 
 

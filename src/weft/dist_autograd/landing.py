@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -138,14 +137,12 @@ class Landing:
             for edge, grad in starts
             if (variable := getattr(edge.node, "variable", None)) is not None
         ]
-        if at_leaves:
-            once = _ids_once([grad for _, grad in starts])
-            for variable, grad in at_leaves:
-                # One that came for several, or that a hook could keep, is not the leaf's alone.
-                leaf = _leaves.get(id(variable))
-                is_seen = has_tensor_hooks(variable) or (leaf is not None and leaf.has_company)
-                if id(grad) in once and not is_seen:
-                    self._own.add(id(grad))
+        for variable, grad in at_leaves:
+            # One that a hook could keep is not the leaf's alone.
+            leaf = _leaves.get(id(variable))
+            is_seen = has_tensor_hooks(variable) or (leaf is not None and leaf.has_company)
+            if not is_seen:
+                self._own.add(id(grad))
 
     def take(self, pairs: Sequence[tuple[Any, torch.Tensor]]) -> bool:
         """Take gradients that came for leaves, by their nodes, which nobody watches.
@@ -155,7 +152,7 @@ class Landing:
         found = [(node.variable, grad) for node, grad in pairs]
         if not all(_is_as(grad, variable) for variable, grad in found):
             return False
-        self._own = _ids_once([grad for _, grad in found])
+        self._own = {id(grad) for _, grad in found}
         for variable, grad in found:
             self.add(variable, grad)
         return True
@@ -287,14 +284,6 @@ class _Trial:
 
     def add(self, variable: torch.Tensor, grad: torch.Tensor) -> None:
         self.counts = _count_holders(grad)
-
-
-def _ids_once(grads: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of those that are there once."""
-    ids = [id(grad) for grad in grads]
-    if len(different := set(ids)) == len(ids):
-        return different
-    return {one for one, count in Counter(ids).items() if count == 1}
 
 
 def _is_as(grad: torch.Tensor, variable: torch.Tensor) -> bool:

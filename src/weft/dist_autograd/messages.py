@@ -26,14 +26,26 @@ def flatten_batch(batch: Batch) -> tuple[Any, ...]:
 
 
 def read_batch(flat: Sequence[Any]) -> Batch:
-    """The batch that was flattened."""
+    """The batch that was flattened. One gradient that came for several tensors is now each one's own."""
     batch: Batch = []
     at = 0
     while at < len(flat):
         end = at + 2 + flat[at + 1]
         batch.append((flat[at], tuple(flat[at + 2 : end])))
         at = end
-    return batch
+    ids = [id(grad) for _, grads in batch for grad in grads if grad is not None]
+    return batch if len(set(ids)) == len(ids) else _parted(batch)
+
+
+def _parted(batch: Batch) -> Batch:
+    seen: set[int] = set()
+
+    def own(grad: torch.Tensor | None) -> torch.Tensor | None:
+        is_taken = grad is not None and id(grad) in seen
+        seen.add(id(grad))
+        return grad.clone() if grad is not None and is_taken else grad
+
+    return [(number, tuple([own(grad) for grad in grads])) for number, grads in batch]
 
 
 def _tracker() -> GraphTracker:

@@ -228,12 +228,14 @@ class _Alone:
         self._locks = sorted(locks, key=id)  # the order in which everybody takes them
 
     def __enter__(self) -> None:
-        for num_held, lock in enumerate(self._locks):
-            try:
+        num_held = 0
+        try:
+            for lock in self._locks:
                 lock.acquire()
-            except BaseException:  # Ctrl-C while it waits
-                self._release(num_held)
-                raise
+                num_held += 1
+        except BaseException:  # Ctrl-C while it waits
+            self._release(num_held)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._release(len(self._locks))

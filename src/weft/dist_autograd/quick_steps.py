@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,21 +110,14 @@ def _step_group(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
 
 def _step_rows(optim: Any) -> bool:
     """Step the rows that gradients have; False, with no parameter changed, where these are of other kinds."""
-    stepped = [param for group in optim.param_groups for param in group["params"] if param.grad is not None]
-    if len(set(stepped)) < len(stepped):
-        return False  # it has a step for each time that a parameter was given
-    if not all(_has_rows(param, optim.state.get(param, {})) for param in stepped):
+    params = [
+        (param, group) for group in optim.param_groups for param in group["params"] if param.grad is not None
+    ]
+    if not all(_has_rows(param, optim.state.get(param, {})) for param, _ in params):
         return False
     with torch.no_grad():
-        for group in optim.param_groups:
-            by_step: dict[int, list[_Rows]] = {}  # by the number of steps, on which the rate depends
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = optim.state[param]
-                    rows = _take_rows(param, state)
-                    by_step.setdefault(state["step"], []).append(rows)
-            for step, pieces in by_step.items():
-                _step_pieces(group, step, pieces)
+        for param, group in params:  # one after the other: they may share memory
+            _step_param(param, group, optim.state[param])
     return True
 
 
@@ -139,50 +132,34 @@ def _has_rows(param: Tensor, state: Mapping[str, Any]) -> bool:
     )
 
 
-class _Rows(NamedTuple):
-    """Rows of a parameter and of its state, copied, with their gradients."""
-
-    numbers: Tensor
-    grad: Tensor
-    wholes: Sequence[Tensor]
-    copies: Sequence[Tensor]
-
-
-def _take_rows(param: Tensor, state: dict[str, Any]) -> _Rows:
+def _step_param(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
     if not state:
         state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
     state["step"] += 1
     assert param.grad is not None
     grad = param.grad.coalesce()  # a row that is there twice would be averaged twice
-    numbers, wholes = grad._indices()[0], (param, *(state[name] for name in _MEANS))
-    copies = [whole.index_select(0, numbers) for whole in wholes]
-    return _Rows(numbers, grad._values().contiguous(), wholes, copies)
-
-
-def _step_pieces(group: Mapping[str, Any], step: int, pieces: Sequence[_Rows]) -> None:
+    numbers, values = grad._indices()[0], grad._values()
+    if not values.numel():
+        return
+    wholes = (param, *(state[name] for name in _MEANS))
+    rows = [whole.index_select(0, numbers) for whole in wholes]
+    operations: Any = torch
     beta1, beta2 = group["betas"]
-    params, means, squares = (
-        list(copies) for copies in zip(*(piece.copies for piece in pieces), strict=True)
-    )
-    torch._fused_adam_(  # type: ignore[attr-defined]
-        params,
-        [piece.grad for piece in pieces],
-        means,
-        squares,
+    operations._fused_adam_(
+        *([piece] for piece in (rows[0], values.contiguous(), *rows[1:])),
         [],
-        [torch.tensor(float(step), device="cpu")] * len(pieces),
+        [torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")],
         lr=float(group["lr"]),
         beta1=beta1,
         beta2=beta2,
         weight_decay=0.0,
         # Adam corrects the squares and then adds eps; SparseAdam corrects what has it added.
-        eps=group["eps"] / math.sqrt(1 - beta2**step),
+        eps=group["eps"] / math.sqrt(1 - beta2 ** state["step"]),
         amsgrad=False,
         maximize=group.get("maximize", False),
     )
-    for piece in pieces:
-        for whole, copy in zip(piece.wholes, piece.copies, strict=True):
-            whole.index_copy_(0, piece.numbers, copy)
+    for whole, stepped in zip(wholes, rows, strict=True):
+        whole.index_copy_(0, numbers, stepped)
 
 
 _MEANS = ("exp_avg", "exp_avg_sq")

@@ -147,7 +147,7 @@ class Agent:
         are_processes = len({other.card.bell[0] for other in neighbours}) == len(neighbours)
         has_cores = len(neighbours) <= len(os.sched_getaffinity(0))
         self.pool.look_before_sleep(is_on=are_processes, has_cores=has_cores)
-        self.links.write_ring(peer.info.id, SegmentName(*peer.card.bell), self._write(("to ring",)))
+        self.links.write_ring(peer.info.id, SegmentName(*peer.card.bell), self.write(("to ring",)))
 
     def _send(
         self, peer: Peer, kind: Kind, call_id: int, body: bytes, buffers: list[memoryview] | None = None
@@ -175,16 +175,17 @@ class Agent:
 
     def defer(self, peer: Peer, call_id: int, body: bytes) -> None:
         """Answer a call that nobody waits for just now: with the next message to that peer, or soon."""
-        write = partial(encode_parts, Kind.RESULT, self.info.id, call_id, self.epoch, body, ())
-        self._later.add(peer, write, SOON_SECS)
+        parts = encode_parts(Kind.RESULT, self.info.id, call_id, self.epoch, body, ())
+        self._later.add(peer, lambda: parts, SOON_SECS)
 
     def tell_later(self, worker_id: int, notice: tuple[Any, ...]) -> None:
         """Tell another worker something right behind the next message to it, or soon."""
         peer = self.peers.get(worker_id)
         if peer is not None and peer.lost is None and not self.is_ended:
-            self._later.add(peer, lambda: self._write(notice), SOME_TIME_SECS, is_behind=True)
+            self._later.add(peer, lambda: self.write(notice), SOME_TIME_SECS, is_behind=True)
 
-    def _write(self, notice: tuple[Any, ...]) -> list[bytes | memoryview]:
+    def write(self, notice: tuple[Any, ...]) -> list[bytes | memoryview]:
+        """The parts of a message with a notice."""
         return encode_parts(Kind.CONTROL, self.info.id, 0, self.epoch, write_notice(notice), ())
 
     def tell(self, worker_id: int, notice: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ what wakes it anyway. What may be known after that goes behind it, so that nobod
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from weft.rpc.links import Links
 from weft.rpc.peers import Peer, Write
 from weft.rpc.ring import Part
 
+logger = logging.getLogger(__name__)
 SOON_SECS = 0.001
 SOME_TIME_SECS = 0.02
 
@@ -67,13 +69,14 @@ class Later:
 
     def _send(self, peer: Peer, messages: list[Write], *, is_answer: bool, is_quiet: bool) -> None:
         """Send messages; the last wakes the peer, unless another one does."""
-        try:
-            for place, write in enumerate(messages, 1):
-                is_last = place == len(messages)
-                is_hushed = is_quiet or not is_last
+        for place, write in enumerate(messages, 1):
+            is_hushed = is_quiet or place < len(messages)
+            try:
                 self._links.send(peer.info.id, write(), is_answer=is_answer, is_quiet=is_hushed)
-        except PeerError:
-            return  # it is gone
+            except PeerError:
+                return  # it is gone
+            except Exception:  # the message that it goes with was sent all the same
+                logger.exception("weft.rpc: a notice to %s was not sent", peer.info)
 
     def send_due(self, now: float) -> float:
         """Send what has waited long enough; when the next of it has."""

@@ -193,7 +193,7 @@ class Packer:
         forks: tuple[Any, ...] = (),
     ) -> Packed:
         plain, tensors = lifted
-        is_unused = is_given_up and not context_id
+        is_unused = is_given_up and not context_id  # else its graph may have its memory
         descriptors, buffers = (
             self._post.pack(tensors, route, is_given_up=is_unused) if tensors else (None, [])
         )

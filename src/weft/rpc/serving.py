@@ -18,12 +18,12 @@ from weft.errors import StateError
 from weft.local.segment import SegmentName
 from weft.rpc.failures import describe_failure
 from weft.rpc.functions import is_async
-from weft.rpc.notices import REMOTE_IDS, read_notice, write_notice
+from weft.rpc.notices import REMOTE_IDS, read_notice
 from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import PACKED_NONE, Packed
 from weft.rpc.peers import Peer
 from weft.rpc.tracking import here
-from weft.rpc.wire import Kind, Message, WireError, decode_message, encode_message
+from weft.rpc.wire import Kind, Message, WireError, decode_message
 from weft.rpc.workers import Card
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class Server:
         if not peer.was_told and not peer.has_left:
             # Its link here still works, the one to it does not. It must not wait for answers.
             peer.was_told = True
-            notice = Message(Kind.CONTROL, self._agent.info.id, 0, self._agent.epoch, write_notice(("lost",)))
-            self._agent.links.send_last(self._agent.directory.address_of(peer), encode_message(notice))
+            self._agent.links.send_last(self._agent.directory.address_of(peer), self._agent.write(("lost",)))
         return None
 
     # Notices

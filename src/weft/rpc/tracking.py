@@ -39,7 +39,7 @@ class Tracker(Protocol):
     ) -> Stub | None:
         """Note what is about to be sent in a context. None where no tensor needs a gradient.
 
-        `is_given_up`: nobody else refers to them.
+        `is_given_up`: nothing of Python's refers to them but the message.
         """
         ...
 
