@@ -67,15 +67,16 @@ def test_what_another_worker_waits_for_is_given_away_before_others_are_computed(
 
 def test_of_several_the_latest_is_given_away_first() -> None:
     route: Any = SimpleNamespace(peer_name="other")
-    nodes = [tie_received(RecvCut(1, number, route), [torch.ones(2)])[1] for number in range(3)]
-    numbers = [node._sequence_nr() for node in nodes]
+    received = [tie_received(RecvCut(1, number, route), [torch.ones(2)]) for number in range(3)]
+    numbers = [node._sequence_nr() for _, node in received]
     assert numbers == sorted(set(numbers))
 
 
 def test_a_backward_tells_its_number_before_anything_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     route: Any = SimpleNamespace(peer_name="other")
-    _, node = tie_received(RecvCut(1, 1, route), [torch.ones(2)])
+    (received,), node = tie_received(RecvCut(1, 1, route), [torch.ones(2)])
+    assert received.grad_fn is node
     run: Any = object()
     with running.at_work(run) as (root,):
         assert root.grad_fn._sequence_nr() > node._sequence_nr()  # type: ignore[union-attr]
