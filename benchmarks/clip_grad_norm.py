@@ -123,7 +123,10 @@ def check(
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     right_norm = nn.utils.clip_grad_norm_(right, MAX_NORM)
     pairs = [(norm, right_norm)]
-    pairs += [(param.grad.full_tensor(), twin.grad) for param, twin in zip(seen, right, strict=True)]
+    for param, twin in zip(seen, right, strict=True):
+        assert isinstance(param.grad, DTensor)
+        assert twin.grad is not None
+        pairs.append((param.grad.full_tensor(), twin.grad))
     off = max(float((mine - theirs).abs().max() / theirs.abs().max()) for mine, theirs in pairs)
     if off > 1e-5:
         raise RuntimeError(f"candidate '{name}': the norm or a gradient is off by {off:.3g} of its size.")

@@ -8,6 +8,7 @@ the end of the GPU's work. gloo is the yardstick, since NCCL refuses two ranks o
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def measure_sizes(sizes_mb: list[int], num_rounds: int, is_quick: bool) -> list[
     """Measure the sizes, one after the other. Every rank calls it."""
     torch.cuda.set_device(0)
     gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup)
     results: list[CaseResult] = []
     for size_mb in sizes_mb:
         announce(name_of(size_mb))
@@ -50,7 +52,7 @@ def measure_sizes(sizes_mb: list[int], num_rounds: int, is_quick: bool) -> list[
 
 def make_candidates(numel: int, gloo: dist.ProcessGroup) -> dict[str, Candidate]:
     """The checked candidates for a tensor of this size, ready to be timed on zeros."""
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     plain = torch.zeros(numel, device="cuda")
     allocated = world.allocate(numel, dtype=torch.float32, device="cuda")
     copy = torch.empty_like(plain)

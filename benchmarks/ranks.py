@@ -72,10 +72,10 @@ def _with_one_thread(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def join_mpi_ranks(folder: str) -> None:
     """Be one of mpiexec's ranks: read the call, make it, and let rank 0 write the result."""
-    import mpi4py
+    import mpi4py  # pyright: ignore[reportMissingImports] - of the extra `bench`
 
     mpi4py.rc.thread_level = "funneled"  # spares MPI the locks that it would take in every call
-    from mpi4py import MPI
+    from mpi4py import MPI  # pyright: ignore[reportMissingImports]
 
     rank, num_ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     store = dist.FileStore(f"{folder}/store", num_ranks)

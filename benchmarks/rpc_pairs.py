@@ -353,7 +353,8 @@ def run_callee(library: Library, folder: str, pipe: Connection) -> None:
     library.join_as_callee(folder, lambda: receive_block(pipe))
 
 
-def receive_block(pipe: Connection) -> Block | None:
+def receive_block(pipe: Connection) -> Any:
+    """The next block to time, of the class that the other end sends; None when the pipe is closed."""
     try:
         return pipe.recv()
     except EOFError:

@@ -136,13 +136,20 @@ class SumOverRanks(torch.autograd.Function):
         return grads[0], None
 
 
+class HalfLinear(nn.Module):
+    """This rank's part of a linear layer's parameters."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+
 class Halves(nn.Module):
     """This rank's half of an MLP, in plain parameters, without communication."""
 
     def __init__(self, whole: MLP) -> None:
         super().__init__()
-        self.up = nn.Module()
-        self.down = nn.Module()
+        self.up = HalfLinear()
+        self.down = HalfLinear()
         self.up.weight = nn.Parameter(piece_of(whole.up.weight, 0))
         self.up.bias = nn.Parameter(piece_of(whole.up.bias, 0))
         self.down.weight = nn.Parameter(piece_of(whole.down.weight, 1))
@@ -219,9 +226,10 @@ def make_wanted(whole: MLP, case: Case) -> Wanted:
     out.backward(out_grad)
     assert x.grad is not None
     grads = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
-    of_rank = [piece_of(t, 0) if case.is_sequence else t.detach() for t in (x, out_grad, out, x.grad)]
-    of_rank[0].requires_grad_()
-    return Wanted(*of_rank, grads)
+    x, out_grad, out, x_grad = (
+        piece_of(t, 0) if case.is_sequence else t.detach() for t in (x, out_grad, out, x.grad)
+    )
+    return Wanted(x.requires_grad_(), out_grad, out, x_grad, grads)
 
 
 def make_modules(whole: MLP, case: Case, groups: Mapping[str, Any]) -> dict[str, nn.Module]:

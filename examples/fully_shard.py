@@ -15,7 +15,7 @@ import weft
 NUM_STEPS, BATCH, WIDTH, DEPTH = 10, 32, 32, 4
 
 
-def make_model() -> nn.Module:
+def make_model() -> nn.Sequential:
     """The same values on every rank, of which each keeps its shards."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]

@@ -51,6 +51,7 @@ def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 def train(tables_rref: rpc.RRef[nn.Module], num_steps: int) -> list[float]:
     """Train on this trainer, together with the others, and give the losses."""
     trainers = dist.new_group(list(range(1, dist.get_world_size())), use_local_synchronization=True)
+    assert isinstance(trainers, dist.ProcessGroup)  # it is one on its members
     tables = weft.RemoteModule.init_from_module_rref("tables", tables_rref)
     dense = weft.DistributedDataParallel(make_dense(), process_group=trainers)  # all start with the first's
     dense_rrefs = [rpc.RRef(param) for param in dense.parameters()]

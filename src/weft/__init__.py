@@ -17,6 +17,7 @@ from weft.errors import (
     PeerTimeoutError,
     RefusedError,
     StateError,
+    TamperedError,
     UnfitError,
     UnsupportedError,
     WeftError,
@@ -44,6 +45,7 @@ from weft.optimizers import (
 )
 from weft.rpc import RemoteModule
 from weft.training import Trainer
+from weft.version import __version__
 
 __all__ = [
     "BackwardError",
@@ -69,6 +71,7 @@ __all__ = [
     "RefusedError",
     "RemoteModule",
     "StateError",
+    "TamperedError",
     "Trainer",
     "UnfitError",
     "UnshardHandle",
@@ -76,6 +79,7 @@ __all__ = [
     "WeftError",
     "World",
     "ZeroRedundancyOptimizer",
+    "__version__",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "comm",

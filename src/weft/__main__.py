@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from weft.observe import add_report_command
 from weft.planning import add_plan_command
 from weft.training import add_demo_command, add_train_command
+from weft.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="weft",
         description="Distributed training for PyTorch, in Python that people can read and change.",
     )
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add_train_command(commands)
     add_plan_command(commands)

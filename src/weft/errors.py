@@ -7,6 +7,7 @@
     │   ├── RefusedError       one that is refused, where torch asserts         (AssertionError)
     │   └── UnsupportedError   one that could make sense, but is not there      (NotImplementedError)
     ├── StateError         a call at the wrong time: a closed group, say        (RuntimeError)
+    ├── TamperedError      a value that its peer did not write, or of a wrong form (RuntimeError)
     ├── PeerError          another rank died, left or failed; names the ranks   (RuntimeError)
     │   ├── PeerTimeoutError   ranks that did not arrive in time                (TimeoutError)
     │   ├── DesyncError        ranks that called different things
@@ -50,6 +51,13 @@ class UnsupportedError(ConfigError, NotImplementedError):
 
 class StateError(WeftError, RuntimeError):
     """A call came at a time when it can't be served."""
+
+
+class TamperedError(WeftError, RuntimeError):
+    """A value was not written by the peer that it names, or does not have the form that peers write.
+
+    It was not used. Another program can write to the ranks' store, or the ranks have different secrets.
+    """
 
 
 class PeerError(WeftError, RuntimeError):

@@ -12,10 +12,13 @@ from tests.conformance.runner import Runner
 from tests.conformance.source import Case, list_cases
 from tests.conformance.suites import SUITES, Suite
 
-pytestmark = pytest.mark.skipif(
-    not all(read_expectations(suite).is_for(torch.__version__) for suite in SUITES.values()),
-    reason="the lists are for the tests of another torch",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not all(read_expectations(suite).is_for(torch.__version__) for suite in SUITES.values()),
+        reason="the lists are for the tests of another torch",
+    ),
+]
 
 
 def quick_cases() -> list[Case]:

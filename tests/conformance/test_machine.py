@@ -14,6 +14,8 @@ from tests.conformance.runner import Outcome, Runner
 from tests.conformance.source import Case, list_cases
 from tests.conformance.suites import DDP, DIST_AUTOGRAD, RPC, ShippedTests, Suite
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = replace(
     DDP,
     name="examples",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.twins import assert_same_gradient
+from tests.data_parallel.twins import assert_same_gradient
 from tests.ddp_rpc_bodies.libraries import dist_autograd, on_this_library
 from tests.ddp_rpc_bodies.modes import Gradients, context_gradients, copied, local_of, named_parameters
 from tests.ddp_rpc_bodies.pipelines import (

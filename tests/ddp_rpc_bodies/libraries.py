@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.data_parallel_bodies.libraries import ON_TORCH, DistributedDataParallel, replicate
+from tests.data_parallel.libraries import ON_TORCH, DistributedDataParallel, replicate
 
 if ON_TORCH:
     import torch.distributed.autograd as dist_autograd

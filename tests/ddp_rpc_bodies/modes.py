@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.data_parallel_bodies.twins import WIDTH, assert_same_gradient
+from tests.data_parallel.twins import WIDTH, assert_same_gradient
 from tests.ddp_rpc_bodies.libraries import dist_autograd
 from tests.ddp_rpc_bodies.running import Trainer
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.twins import WIDTH, assert_same_gradient, filled
+from tests.data_parallel.twins import WIDTH, assert_same_gradient, filled
 from tests.ddp_rpc_bodies.libraries import rpc
 from tests.ddp_rpc_bodies.modes import Gradients, context_gradients, copied, named_parameters, rows_of
 from tests.ddp_rpc_bodies.running import Trainer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.branching import Branches
-from tests.data_parallel_bodies.twins import assert_same_gradient
+from tests.data_parallel.models import Branches
+from tests.data_parallel.twins import assert_same_gradient
 from tests.ddp_rpc_bodies.libraries import dist_autograd, fp16_compress_hook, on_this_library, rpc
 from tests.ddp_rpc_bodies.modes import context_gradients, named_parameters, rows_of, untouched_grad
 from tests.ddp_rpc_bodies.pipelines import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.twins import WIDTH, filled
+from tests.data_parallel.twins import WIDTH, filled
 from tests.ddp_rpc_bodies.libraries import (
     DistributedOptimizer,
     RemoteModule,

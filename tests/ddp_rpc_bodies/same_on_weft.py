@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import weft
-from tests.data_parallel_bodies.branching import Branches
-from tests.data_parallel_bodies.twins import WIDTH, filled, net
+from tests.data_parallel.models import Branches
+from tests.data_parallel.twins import WIDTH, filled, net
 from tests.ddp_rpc_bodies.modes import Mode, copied, named_parameters, rows_of
 from tests.ddp_rpc_bodies.running import Trainer
 from tests.ddp_rpc_bodies.same_options import SMALL_MB, in_both_modes, make_steps

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.branching import Branches
-from tests.data_parallel_bodies.sparse import Embedded, tokens_of
-from tests.data_parallel_bodies.twins import WIDTH, filled, net
+from tests.data_parallel.models import Branches, Embedded, tokens_of
+from tests.data_parallel.twins import WIDTH, filled, net
 from tests.ddp_rpc_bodies.libraries import PowerSGDState, fp16_compress_hook, on_this_library, powerSGD_hook
 from tests.ddp_rpc_bodies.modes import Mode, compare, rows_of
 from tests.ddp_rpc_bodies.running import Body, Trainer

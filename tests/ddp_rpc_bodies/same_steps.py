@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.data_parallel_bodies.twins import WIDTH, filled, net
+from tests.data_parallel.twins import WIDTH, filled, net
 from tests.ddp_rpc_bodies.libraries import on_this_library
 from tests.ddp_rpc_bodies.modes import Mode, Scenario, compare, copied, named_parameters, rows_of
 from tests.ddp_rpc_bodies.running import Body, Trainer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.data_parallel_bodies.twins import assert_same_gradient
+from tests.data_parallel.twins import assert_same_gradient
 from tests.ddp_rpc_bodies.libraries import ON_TORCH, Join, dist_autograd, on_this_library
 from tests.ddp_rpc_bodies.modes import Gradients, local_of, named_parameters, untouched_grad
 from tests.ddp_rpc_bodies.pipelines import (

@@ -31,6 +31,8 @@ from tests.rpc_bodies.crew import Crew
 from tests.rpc_bodies.running import RANKS, TORCH, WEFT, Body, joined, run_each
 from weft import dist_autograd
 
+pytestmark = pytest.mark.full
+
 GROUPS: list[Sequence[Body]] = [
     [*contexts.BODIES, *contexts.ON_PROCESSES, *cuts.BODIES],
     [*received.BODIES, *passes.BODIES, *sharing.ON_PROCESSES, *corners.BODIES, *corners.ON_PROCESSES],

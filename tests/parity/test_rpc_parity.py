@@ -19,6 +19,8 @@ from tests.rpc_bodies.running import RANKS, TORCH, WEFT, Body
 from tests.rpc_bodies.twins import Seen, see_all
 from weft import rpc
 
+pytestmark = pytest.mark.full
+
 BODIES = [
     *calls.BODIES,
     *calls.ON_PROCESSES,

@@ -52,5 +52,6 @@ def one_is_late() -> None:
         pass
 
 
+@pytest.mark.full
 def test_a_late_rank_is_named() -> None:
     shared_pool(3).run(one_is_late, backend="gloo", timeout=60)

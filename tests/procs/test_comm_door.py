@@ -26,6 +26,7 @@ def test_on(backend: str, body: Callable[[], None]) -> None:
     shared_pool(3).run(body, backend=backend, timeout=20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["weft", "gloo"])
 def test_the_environment_turns_the_check_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_DESYNC_CHECK", "1")

@@ -19,6 +19,7 @@ from weft.testing import Fault, inject, on_ranks
 from weft.testing.pool import shared_pool
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("backend", ["gloo", "weft"])
 def test_every_body(backend: str, ranks: int) -> None:
@@ -98,6 +99,7 @@ def go_on(fault: Fault) -> None:
             comm.exchange_rows([dist.get_rank()])
 
 
+@pytest.mark.full
 @on_ranks(2, kind="process", backend="weft")
 def test_ranks_that_disagree_are_told() -> None:
     spread = spreads.spread_of("medium" if dist.get_rank() else "tiny", 2)

@@ -16,6 +16,8 @@ from tests.ddp_rpc_bodies import (
 )
 from tests.ddp_rpc_bodies.running import on_processes
 
+pytestmark = pytest.mark.full
+
 BACKEND = pytest.mark.parametrize("backend", ["weft", "gloo"])
 
 

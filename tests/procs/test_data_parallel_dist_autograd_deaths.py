@@ -79,6 +79,7 @@ def test_a_trainer_dies(wrap: Wrap) -> None:
     assert "rank 1" in caught.value.failures[0]
 
 
+@pytest.mark.full
 def test_the_server_dies() -> None:
     with pytest.raises(weft.LaunchError) as caught:
         on_processes([named(the_server, ddp)], "weft")

@@ -138,6 +138,7 @@ def test_killed_in_a_call() -> None:
         check_free(crew, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_passes(seed: int) -> None:
     """All workers run passes over all, and one is killed at a moment that chance picks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.optimizer_bodies.remote_parts import Part, step_as_one_dies, step_part_of_it
+from tests.dist_autograd_bodies.remote_parts import Part, step_as_one_dies, step_part_of_it
 from tests.rpc_bodies.crew import Crew
 from tests.rpc_bodies.running import takes
 

@@ -43,6 +43,7 @@ def test_an_example_by_hand_shows_both_losses(
         assert seen[-1] < seen[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
 def test_an_example_runs_as_a_command(launcher: list[str]) -> None:
     done = subprocess.run(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weft.comm.traced import can_gather
 from weft.testing.pool import shared_pool
+
+pytestmark = pytest.mark.full
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["file", "stdin"])
 def test_script_without_main_guard_and_session_without_a_file(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -88,8 +90,40 @@ def test_script_without_main_guard_and_session_without_a_file(way: str, tmp_path
         timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
+    said = finished.stderr.splitlines()
+    assert all(line.startswith("weft: 2 ranks on backend 'weft': ") for line in said), finished.stderr
+    assert len(said) == 2, "once for processes, once for threads"
     assert finished.stdout.splitlines() == ["main runs", "done"]
+
+
+COMPILED_SCRIPT = """
+import torch
+from torch import nn
+import weft
+
+class Block(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)  # a global of the script, in a function that Dynamo inlines into torch's
+
+def job():
+    model = torch.compile(nn.Sequential(Block()), backend="eager", fullgraph=True)
+    return model(torch.tensor([-1.0, 1.0])).tolist()
+
+print(weft.launch(job, ranks=1, timeout=100))
+"""
+
+
+def test_a_model_of_the_script_itself_is_compiled_on_process_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(COMPILED_SCRIPT)
+    finished = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=os.environ | {"PYTHONPATH": str(REPO / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "[[0.0, 1.0]]\n"
 
 
 def test_pool_reuses_its_processes_and_each_job_starts_afresh() -> None:
@@ -106,6 +140,7 @@ def test_pool_reuses_its_processes_and_each_job_starts_afresh() -> None:
     assert shared_pool(2) is pool
 
 
+@pytest.mark.full
 def test_jobs_do_not_find_what_earlier_jobs_left_in_the_store() -> None:
     def body():
         store = distributed_c10d._get_default_store()
@@ -129,6 +164,7 @@ def test_returned_ranks_wait_no_longer_than_their_peers_need() -> None:
         shared_pool(2).run(lambda: setattr(child, "LINGER_SECS", 1.0))
 
 
+@pytest.mark.full
 def test_jobs_see_the_callers_directory_path_and_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +192,7 @@ def test_exit_zero_is_a_return_and_any_other_exit_a_failure() -> None:
         shared_pool(2).run(lambda: sys.exit(3))
 
 
+@pytest.mark.full
 def test_function_may_destroy_its_world_and_make_another_from_the_environment() -> None:
     def body():
         dist.destroy_process_group()
@@ -166,6 +203,7 @@ def test_function_may_destroy_its_world_and_make_another_from_the_environment() 
         assert shared_pool(2).run(body) == [1.0, 1.0]
 
 
+@pytest.mark.full
 def test_ranks_that_return_at_different_times_do_not_disturb_each_other() -> None:
     def body():
         # Rank 1 answers only what rank 0 sent just before it returned.
@@ -181,6 +219,7 @@ def test_ranks_that_return_at_different_times_do_not_disturb_each_other() -> Non
         assert shared_pool(2).run(body, backend=backend) == [3.0, 3.0]
 
 
+@pytest.mark.full
 def test_process_ranks_launch_thread_ranks() -> None:
     def body():
         inner = launch(sum_of_ranks, ranks=3, kind="thread")
@@ -202,7 +241,14 @@ def test_results_that_cannot_be_pickled_are_named() -> None:
         ({"kind": "fiber"}, "kind must be 'process' or 'thread'; got 'fiber'"),
         ({"backend": "smoke"}, "'smoke', which c10d does not know"),
         ({"backend": "cpu:weft,cuda:smoke"}, "'smoke', which c10d does not know"),
-        ({"timeout": -1.0}, r"timeout is in seconds and must be greater than 0; got -1\.0"),
+        ({"timeout": -1.0}, r"timeout is in seconds and must be greater than 0 .*; got -1\.0"),
+        ({"timeout": float("inf")}, r"launch: timeout is in seconds .* at most 1e\+09; got inf"),
+        ({"timeout": float("nan")}, "launch: timeout is in seconds .*; got nan"),
+        ({"timeout": "5"}, "launch: timeout is a number of seconds; got str '5'"),
+        (
+            {"collective_timeout": None},
+            "launch: collective_timeout is a number of seconds; got NoneType None",
+        ),
         ({"collective_timeout": 0}, "collective_timeout is in seconds"),
         ({"grace": 0}, "grace is in seconds"),
         ({"fn": "not a function"}, "fn must be callable"),
@@ -223,6 +269,20 @@ def test_unbuilt_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(sum_of_ranks, backend="nccl")
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "kind", "message"),
+    [(0, "process", "needs a GPU, and this process sees none"), (2, "thread", "Use kind='process'")],
+)
+def test_nccl_is_refused_where_it_cannot_work(
+    num_gpus: int, kind: Literal["process", "thread"], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError, match=message):
+        launch(sum_of_ranks, backend="cpu:gloo,cuda:nccl", kind=kind)
+
+
+@pytest.mark.full
 def test_closed_pool_says_so() -> None:
     with RankPool(1) as pool:
         assert pool.run(sum_of_ranks) == [0.0]
@@ -235,6 +295,7 @@ def test_closed_pool_says_so() -> None:
     pool.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scale", [1, 2])
 @on_ranks(2, kind="process")
 def test_on_ranks_passes_parameters_and_fixtures(scale: int, tmp_path: Path) -> None:
@@ -248,6 +309,7 @@ def rank_is_five() -> None:
     assert rank == 5
 
 
+@pytest.mark.full
 def test_on_ranks_shows_every_ranks_traceback_and_asserts_as_pytest_shows_them() -> None:
     with pytest.raises(LaunchError) as caught:
         on_ranks(2, kind="process")(rank_is_five)()
@@ -258,6 +320,7 @@ def test_on_ranks_shows_every_ranks_traceback_and_asserts_as_pytest_shows_them()
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_on_ranks_treats_warnings_as_the_run_does(kind: str) -> None:
     @on_ranks(2, kind=kind)
@@ -271,6 +334,7 @@ def test_on_ranks_treats_warnings_as_the_run_does(kind: str) -> None:
         body()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_on_ranks_skips(kind: str) -> None:
     @on_ranks(2, kind=kind)

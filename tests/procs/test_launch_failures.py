@@ -76,6 +76,7 @@ def test_exception_ends_the_others_and_leaves_the_pool_usable(backend: str) -> N
     assert pool.run(dist.get_rank) == [0, 1]
 
 
+@pytest.mark.full
 def test_exception_that_cannot_travel_becomes_its_text() -> None:
     def body():
         raise Unpicklable
@@ -102,6 +103,7 @@ def test_killed_rank_leads_and_its_peers_errors_follow(pool: RankPool) -> None:
     assert not pool.is_usable
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_exit_behind_pythons_back_is_a_death(pool: RankPool) -> None:
     with pytest.raises(LaunchError, match="died: exited with code 0"):
@@ -118,6 +120,7 @@ def test_crash_shows_where_it_happened(pool: RankPool) -> None:
     assert "in crash_here\n    ctypes.string_at(0)" in caught.value.failures[0]
 
 
+@pytest.mark.full
 def test_rank_stuck_after_a_failure_is_shown_and_killed(pool: RankPool) -> None:
     def body():
         if dist.get_rank() == 0:
@@ -193,15 +196,23 @@ def test_ranks_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 LAUNCHER = """
-import os, signal, sys
+import os, signal, subprocess, sys
 import torch.distributed as dist
 from weft.launcher import launch
 
+def fork_worker():
+    pid = os.fork()
+    if pid == 0:
+        reader, _writer = os.pipe()
+        os.read(reader, 1)
+    return pid
+
 def body():
     pids = [None] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
+    mine = [os.getpid(), subprocess.Popen(["sleep", "1000"]).pid, fork_worker()]
+    dist.all_gather_object(pids, mine)
     if dist.get_rank() == 0:
-        print(*pids, flush=True)
+        print(*[pid for each in pids for pid in each], flush=True)
         if {interrupts_launcher}:
             os.kill(os.getppid(), signal.SIGINT)
     else:
@@ -232,17 +243,17 @@ def wait_until_ended(pidfds: list[int]) -> None:
         os.close(pidfd)
 
 
-def test_ranks_end_with_a_killed_launcher() -> None:
+def test_ranks_and_the_processes_they_started_end_with_a_killed_launcher() -> None:
     with start_launcher(interrupts_launcher=False) as launcher:
         pidfds = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
-        assert len(pidfds) == 2
+        assert len(pidfds) == 6  # two ranks, a program and a worker of each
         launcher.kill()
         wait_until_ended(pidfds)
 
 
 def test_interrupt_of_the_launcher_ends_the_ranks() -> None:
     with start_launcher(interrupts_launcher=True) as launcher:
-        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        pidfds = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
         _, errors = launcher.communicate(timeout=60)
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert [is_gone(pid) for pid in pids] == [True, True]
+    wait_until_ended(pidfds)

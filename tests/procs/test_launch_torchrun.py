@@ -15,8 +15,13 @@ SCRIPT = """
 import torch
 import torch.distributed as dist
 from weft.launcher import init
+from weft.trust import job_secret
 
 world = init()
+if world.size > 1:  # nobody gave them a secret: all have the one that rank 0 made
+    derived = [None] * world.size
+    dist.all_gather_object(derived, job_secret().derive("test"))
+    assert len(set(derived)) == 1, derived
 tensor = torch.tensor([float(world.rank + 1)])
 dist.all_reduce(tensor)
 assert init(backend=world.backend) == world
@@ -49,3 +54,5 @@ def test_script_runs_alone_and_under_torchrun(starter: list[str], lines: list[st
     )
     assert finished.returncode == 0, finished.stderr
     assert sorted(finished.stdout.split("\n"))[1:] == lines
+    said = "weft: 2 ranks on backend 'weft': ranks of one host that have no GPU"
+    assert finished.stderr.count(said) == (1 if starter else 0)

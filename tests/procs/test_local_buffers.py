@@ -10,6 +10,8 @@ import pytest
 from tests.local_bodies import allocated, refusals
 from weft.testing.pool import shared_pool
 
+pytestmark = pytest.mark.full
+
 
 def run(body: Callable[..., None], *args: Any, ranks: int, backend: str = "weft") -> None:
     shared_pool(ranks).run(body, args=args, backend=backend, timeout=60)

@@ -9,6 +9,8 @@ import pytest
 from tests.local_bodies import dense, forms, layouts, messages
 from weft.testing.pool import shared_pool
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("body", [*dense.BODIES, *layouts.BODIES, *messages.BODIES, *forms.BODIES])

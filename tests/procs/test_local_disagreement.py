@@ -9,6 +9,8 @@ import pytest
 from tests.local_bodies.disagreement import MISMATCHES, expect_desync
 from weft.testing.pool import shared_pool
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("ranks", [4])
 @pytest.mark.parametrize("mismatch", MISMATCHES)

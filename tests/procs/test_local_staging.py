@@ -38,6 +38,7 @@ def check_collectives() -> None:
         assert torch.equal(tensor, _value(size - 1, numel))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_through_shared_buffers(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_DIRECT_COPY", "0")

@@ -16,6 +16,7 @@ def run(body: Callable[[], Any], ranks: int) -> list[Any]:
     return shared_pool(ranks).run(body, backend="weft", timeout=60)
 
 
+@pytest.mark.full
 def test_more_ranks_than_cores() -> None:
     run(waiting.every_collective_once, 8)
 

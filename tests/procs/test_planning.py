@@ -16,6 +16,7 @@ from weft.planning.profile import load_profile, save_profile
 from weft.testing.pool import shared_pool
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["gloo", "weft"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_traffic_and_memory_are_those_of_a_run(num_ranks: int, backend: str) -> None:

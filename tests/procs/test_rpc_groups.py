@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 import weft
-from tests.rpc_bodies import acts, endings
+from tests.rpc_bodies import acts, endings, guests
 from tests.rpc_bodies.acts import call, see
 from tests.rpc_bodies.crew import Crew
 from tests.rpc_bodies.places import add, is_freed, spot
@@ -196,3 +197,21 @@ def test_weft_errors_are_what_they_are_in_torch() -> None:
     assert issubclass(weft.PeerError, RuntimeError)
     assert issubclass(weft.StateError, RuntimeError)
     assert issubclass(weft.PeerTimeoutError, TimeoutError)
+
+
+def test_the_secret_of_a_late_group_outlives_the_one_who_made_it(tmp_path: Path) -> None:
+    with Crew(4) as crew:
+        crew.every(guests.set_temporary_folder, str(tmp_path))
+        init_method = crew.meeting("file")
+        crew[0].do(acts.join, "worker0", 0, None, init_method)
+        crew[1].do(acts.join, "worker1", 1, None, init_method)
+        crew[0].kill()
+        crew[2].do(acts.join, "worker2", 2, None, init_method)
+        check_all_reach_all(crew, {1: "worker1", 2: "worker2"})
+        # And when none is left, who comes begins anew; nothing is left of the others.
+        crew[1].kill()
+        crew[2].kill()
+        crew[3].do(acts.join, "worker3", 3, None, init_method)
+        assert crew[3].do(call, "worker3", add, 1, 2) == 3
+        crew[3].do(acts.leave)
+        assert not list(tmp_path.iterdir())

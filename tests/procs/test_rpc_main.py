@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 
 # What every script has: things of its own main module, called on the other worker.
@@ -125,6 +127,7 @@ def run(tmp_path: Path, body: str, starter: list[str], args: list[str]) -> list[
     return sorted(done.stdout.split("\n"))[1:]
 
 
+@pytest.mark.full
 def test_a_script_that_launches(tmp_path: Path) -> None:
     assert run(tmp_path, LAUNCHED, [], []) == ["launched"]
 
@@ -132,10 +135,12 @@ def test_a_script_that_launches(tmp_path: Path) -> None:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.full
 def test_a_script_under_torchrun(tmp_path: Path) -> None:
     assert run(tmp_path, UNDER_TORCHRUN, TORCHRUN, []) == ["rank 0 done", "rank 1 done"]
 
 
+@pytest.mark.full
 def test_a_script_that_spawns_its_peer(tmp_path: Path) -> None:
     """One worker's main module is __main__, the other's is __mp_main__."""
     assert run(tmp_path, SPAWNED, [], [f"file://{tmp_path / 'store'}"]) == ["spawned"]

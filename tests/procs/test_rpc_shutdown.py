@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,7 @@ def test_handlers_that_call_on_are_waited_for() -> None:
         assert sum(crew[rank].do(count_at, f"worker{rank}", "hop") for rank in range(3)) == 60
 
 
+@pytest.mark.full
 def test_not_graceful_waits_for_nobody() -> None:
     with Crew(3) as crew:
         crew.join()
@@ -149,6 +152,55 @@ def test_again_and_again_and_nothing_stays() -> None:
                 assert crew[member].do(acts.python_threads) == []
             num_threads.append(crew[0].do(acts.native_threads, num_threads[0] if num_threads else 0))
         assert crew[0].do(acts.shared_mappings) == []
-        assert crew[0].do(acts.open_files) == files
+        # One descriptor of 32 bytes stays: where this process shares its secret as long as it lives.
+        assert crew[0].do(acts.open_files) == {**files, "/memfd": files.get("/memfd", 0) + 1}
         assert not any(os.path.exists(path) for path in paths)
         assert num_threads[-1] <= num_threads[0]  # the operators' own stay, and there are no more
+
+
+STOPPED_SECS = 1.0
+BOUND_SECS = STOPPED_SECS + 6.0  # and what a machine takes that has other things to do
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_worker_that_is_stopped_is_named_in_time(stopped: int) -> None:
+    with Crew(3) as crew:
+        crew.join()
+        crew[stopped].signal(signal.SIGSTOP)
+        others = [rank for rank in range(3) if rank != stopped]
+        leaving = [crew[rank].begin(acts.see, "shutdown", STOPPED_SECS) for rank in others]
+        for future in leaving:
+            seen = future.result(20)
+            assert seen.error == "PeerTimeoutError", seen
+            assert seen.ranks == (stopped,), seen
+            assert seen.raised_secs - seen.entered_secs < BOUND_SECS, seen
+        for rank in others:
+            assert crew[rank].do(acts.python_threads) == []
+
+
+def test_a_stopped_store_does_not_block_shutdown() -> None:
+    """The worker that is stopped hosts what the members of a dynamic group are listed in."""
+    with Crew(2) as crew:
+        init_method = crew.meeting("tcp")
+        for rank in range(2):
+            crew[rank].do(acts.join, f"worker{rank}", rank, None, init_method)
+        assert crew[1].do(call, "worker0", add, 1, 2) == 3
+        crew[0].signal(signal.SIGSTOP)
+        seen = crew[1].begin(acts.see, "shutdown", STOPPED_SECS).result(20)
+        assert seen.error == "PeerTimeoutError", seen
+        assert "store" in seen.text
+        assert "worker0" in seen.text
+        assert seen.ranks == (0,), seen
+        assert seen.raised_secs - seen.entered_secs < BOUND_SECS, seen
+
+
+@pytest.mark.parametrize("timeout", ["5", float("inf"), float("nan"), -2, None], ids=repr)
+def test_an_invalid_timeout_is_refused(timeout: Any) -> None:
+    """Named wherever one is given, and the worker goes on."""
+    with Crew(1) as crew:
+        crew.join()
+        for kind, text in crew[0].do(endings.give_timeout, timeout):
+            assert kind == ("ConfigError" if isinstance(timeout, int | float) else "ConfigTypeError"), text
+            assert "timeout" in text, text
+        assert crew[0].do(call, "worker0", add, 1, 2) == 3
+        crew[0].do(acts.leave)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from tests.rpc_bodies import acts, guests
+from tests.rpc_bodies import acts, forgers, guests
 from tests.rpc_bodies.acts import call
 from tests.rpc_bodies.crew import Crew
 from tests.rpc_bodies.errors import DetailedError, fail_with
@@ -34,7 +34,7 @@ def test_the_bomb_goes_off_where_it_is_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("listen", [None, "127.0.0.1"], ids=["default", "tcp"])
 def test_a_stranger_gets_nothing_unpickled(listen: str | None, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    options = {} if listen is None else {"listen": listen, "secret": "open sesame"}
+    options = {} if listen is None else {"listen": listen, "secret": "open sesame, please"}
     with Crew(2) as crew:
         crew.join(**options)
         assert crew[0].do(call, "worker1", add, 1, 2) == 3
@@ -83,13 +83,25 @@ def test_a_wrong_secret_is_an_error_in_time(is_late: bool) -> None:
         size = None if is_late else 2
         began = time.monotonic()
         first = crew[0].begin(
-            acts.join, "worker0", 0, size, init_method, secret="one", rpc_timeout=WRONG_SECRET_SECS
+            acts.join,
+            "worker0",
+            0,
+            size,
+            init_method,
+            secret="the one that opens",
+            rpc_timeout=WRONG_SECRET_SECS,
         )
         if is_late:
             first.result(20)
         with pytest.raises((RuntimeError, ValueError), match="secret"):
             crew[1].do(
-                acts.join, "worker1", 1, size, init_method, secret="two", rpc_timeout=WRONG_SECRET_SECS
+                acts.join,
+                "worker1",
+                1,
+                size,
+                init_method,
+                secret="another that does not",
+                rpc_timeout=WRONG_SECRET_SECS,
             )
         if is_late:
             assert crew[0].do(call, "worker0", add, 1, 2) == 3
@@ -109,7 +121,7 @@ def test_the_secret_of_the_environment() -> None:
         crew.join(rpc_timeout=10)
         assert crew[0].do(call, "worker1", add, 1, 2) == 3
         crew.every(acts.leave)
-        crew[1].do(guests.set_variable, "WEFT_RPC_SECRET", "another")
+        crew[1].do(guests.set_variable, "WEFT_RPC_SECRET", "from another environment")
         init_method = crew.meeting()
         joining = [
             crew[rank].begin(acts.join, f"worker{rank}", rank, 2, init_method, rpc_timeout=WRONG_SECRET_SECS)
@@ -218,4 +230,31 @@ def test_a_refused_argument_does_nothing(tmp_path: Path) -> None:
             crew[0].do(guests.send_bomb, "worker1", add, tmp_path / "flag")
         assert not (tmp_path / "flag").exists()
         wait_until(lambda: crew[0].do(call, "worker1", add, 1, 2) == 3, "it works on")
+        crew.every(acts.leave)
+
+
+def test_a_peer_that_writes_its_messages_by_hand(tmp_path: Path) -> None:
+    """It knows the secret and the documents. It is refused, and the worker works on."""
+    names = ("add", "give", "Counter", "Meta", "Choices", "make_lazy")
+    allow = ["torch.nn.Identity", *(f"tests.rpc_bodies.places.{name}" for name in names)]
+    with Crew(2) as crew:
+        init_method = crew.meeting()
+        joining = [
+            crew[0].begin(acts.join, "worker0", 0, 2, init_method),
+            crew[1].begin(acts.join, "worker1", 1, 2, init_method, allow=allow),
+        ]
+        for future in joining:
+            future.result(20)
+        outcomes = crew[0].do(forgers.ask_all, "worker1", tmp_path / "flag")
+        assert len(outcomes) >= 10
+        for what, outcome in outcomes.items():
+            assert outcome.startswith("RefusedError: "), (what, outcome)
+        assert not (tmp_path / "flag").exists()
+        assert not crew[1].do(guests.has_imported, "this")
+        # It took no harm: its list is as it was, large tensors travel both ways, and it ends as it should.
+        with pytest.raises(weft.RefusedError, match="getcwd"):
+            crew[0].do(call, "worker1", os.getcwd)
+        assert crew[0].do(guests.use_counter, "worker1") == 8
+        assert crew[0].do(guests.give_large, "worker1", 1 << 20) == [0.0, float((1 << 20) - 1)]
+        assert crew[1].do(call, "worker0", give, [1, 2]) == [1, 2]
         crew.every(acts.leave)

@@ -17,7 +17,7 @@ from tests.rpc_bodies.places import add, is_freed, spot
 from tests.rpc_bodies.running import WEFT, wait_until
 from tests.rpc_bodies.strangers import find_doors
 
-SECRET = "known on both"
+SECRET = "the same words on both hosts"
 MEGABYTES = 20
 PORT = 29431
 

@@ -40,6 +40,7 @@ def test_a_rank_dies_at_its_call_and_the_other_names_it(action: Any, headline: s
     assert f"injected: {fault!r}" in failures[0]
 
 
+@pytest.mark.full
 def test_a_stopped_rank_goes_on_when_it_is_continued() -> None:
     pool = shared_pool(2)
 

@@ -79,6 +79,7 @@ def go_on(ranks: int, cases: Sequence[tuple[Path, Case]], tmp_path: Path) -> lis
     return run(ranks, runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [(2, PLAIN), (2, HOOKED[2]), (4, PLAIN), (4, HOOKED[4])],
@@ -111,6 +112,7 @@ def test_another_strategy_or_number_of_ranks_goes_on(
         assert list(outcome.losses) == same_as(alone()[BROKEN_AT:]), pair
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("after", "writer", "reader"),
     [

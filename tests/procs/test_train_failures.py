@@ -71,6 +71,7 @@ def test_a_disk_that_is_read_only(small_disk: Path, capfd: pytest.CaptureFixture
         assert os.strerror(errno.EROFS) in line
 
 
+@pytest.mark.full
 def test_no_space_for_a_record(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     record = small_disk / "record"
     (small_disk / "full").write_bytes(bytes((7 << 20) - (8 << 10)))
@@ -150,6 +151,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
 
     damaged = [
         damage("about.json", b"{"),
+        damage("about.json", b"[]"),
         damage("about.json", None),
         damage(".metadata", b""),
         damage(".metadata", None),
@@ -191,6 +193,7 @@ def test_a_port_that_is_in_use(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_world_of_another_size_than_asked_for(tmp_path: Path) -> None:
     done = commands.run(
         "--ranks",

@@ -88,6 +88,18 @@ def test_uneven_ranks_have_the_losses_of_one_process_up_to_the_end() -> None:
         assert [first[-1]] == same_as([alone_but_last(share=Share(0, 2))]), options.strategy
 
 
+def test_uneven_ranks_of_a_hybrid_mesh() -> None:
+    (ranks_losses,) = run(4, replace(SMALL, strategy="hsdp", shard=2, uneven=True))
+    assert [len(losses) for losses in ranks_losses] == [SMALL.steps - rank for rank in range(4)]
+    for losses in ranks_losses:
+        even = min(len(losses), SMALL.steps - 3)
+        assert list(losses[:even]) == same_as(alone()[:even])
+        assert losses == ranks_losses[0][: len(losses)], (
+            "the loss is the mean over the ranks that have batches"
+        )
+
+
+@pytest.mark.full
 def test_uneven_ranks_of_two_axes() -> None:
     cases = [replace(SMALL, strategy=name, uneven=True) for name in ("ddp+tp", "fsdp+tp")]
     for options, ranks_losses in zip(cases, run(4, *cases), strict=True):
@@ -98,6 +110,7 @@ def test_uneven_ranks_of_two_axes() -> None:
         assert [ranks_losses[1][-1]] == same_as([alone_but_last(share=Share(0, 2))]), options.strategy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_compiled_it_has_the_same_losses(strategy: str) -> None:
     (ranks_losses,) = run(2, replace(SMALL, strategy=strategy, compile=True, steps=3), timeout=400)

@@ -18,13 +18,18 @@ from unittest import mock
 from tests.repo.source import ROOT
 
 # Programs of others, whose options are theirs to keep.
-FOREIGN = {"export", "pip", "ps", "py-spy", "tensorboard"}
+FOREIGN = {"export", "pip", "ps", "py-spy", "tensorboard", "umask"}
 # Commands whose options aren't argparse's: the options that each takes, or None for whatever pytest takes.
 SHELL_SCRIPTS: dict[str, set[str] | None] = {
-    "scripts/check": {"--fix"},
+    "scripts/check": {"--fix", "--list", "lint", "format", "types", "types-outside", "rules"},
+    "scripts/nightly": {"full", "matrix", "gpu"},
     "scripts/test": None,
     "scripts/rpc_fuzz": None,
-    "scripts/rpc_kills": None,
+    "scripts/fence_fuzz": None,
+    "scripts/store_fuzz": None,
+    "scripts/file_fuzz": None,
+    "scripts/kills": None,
+    "scripts/docs": {"--serve"},
     ".ci/run": set(),
 }
 
@@ -34,11 +39,15 @@ def find_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
 
 
+def find_scripts(page: str) -> list[str]:
+    """The bash blocks of a page that are scripts, to be saved as a file; others are lines to be typed."""
+    return [block for block in find_blocks(page, "bash") if block.startswith("#!")]
+
+
 def find_commands(page: str) -> list[str]:
     """List the commands of a page: lines of its bash blocks, and code spans that start like one."""
-    lines = [
-        line.partition("#")[0].strip() for block in find_blocks(page, "bash") for line in block.splitlines()
-    ]
+    blocks = [block for block in find_blocks(page, "bash") if not block.startswith("#!")]
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`((?:scripts/|\.ci/)[^`\n]+)`", page)
     return [command for command in lines + spans if command]
 
@@ -76,7 +85,14 @@ def why_broken(words: Sequence[str]) -> str:
     if program in SHELL_SCRIPTS:
         taken = SHELL_SCRIPTS[program]
         return "" if taken is None or set(arguments) <= taken else f"{program} takes {sorted(taken)}"
-    if program in ("scripts/bench", "scripts/conformance", "scripts/demo", "weft"):
+    if program in (
+        "scripts/bench",
+        "scripts/conformance",
+        "scripts/demo",
+        "scripts/matrix",
+        "scripts/mutants",
+        "weft",
+    ):
         return why_unparsed(lambda: run_here(program, arguments))
     if program == "python":
         return why_broken_python(arguments)
@@ -88,7 +104,17 @@ def why_broken(words: Sequence[str]) -> str:
 def why_broken_python(arguments: list[str]) -> str:
     if arguments[:2] == ["-m", "weft"]:
         return why_broken(["weft", *arguments[2:]])
+    if arguments[0] == "-c":
+        return _why_not_python(arguments[1])
     return "" if (ROOT / arguments[0]).is_file() else f"there is no file {arguments[0]}"
+
+
+def _why_not_python(text: str) -> str:
+    try:
+        compile(text, "-c", "exec")
+    except SyntaxError as error:
+        return str(error)
+    return ""
 
 
 def why_broken_torchrun(arguments: list[str]) -> str:
@@ -144,6 +170,13 @@ def run_here(program: str, arguments: list[str]) -> None:
 
         with mock.patch.object(sys, "argv", [program, *arguments]):
             parse_options()
+    elif program == "scripts/mutants":
+        from tests.mutants.__main__ import parse_options
+
+        with mock.patch.object(sys, "argv", [program, *arguments]):
+            parse_options()
+    elif program == "scripts/matrix":
+        run_script(ROOT / "scripts" / "matrix.py", arguments)
     elif program == "scripts/bench":
         name, *options = arguments or ["--all"]
         script = "command.py" if name.startswith("-") else f"{name}.py"
@@ -151,12 +184,16 @@ def run_here(program: str, arguments: list[str]) -> None:
         path = ROOT / "benchmarks" / script
         if not path.is_file():
             raise SystemExit(f"there is no benchmark '{name}'")
-        with (
-            mock.patch.object(sys, "argv", [str(path), *given]),
-            mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
-        ):
-            runpy.run_path(str(path), run_name="__main__")
+        run_script(path, given)
     else:
         from weft.__main__ import main
 
         main(arguments if program == "weft" else ["demo", *arguments])
+
+
+def run_script(path: Path, arguments: list[str]) -> None:
+    with (
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+    ):
+        runpy.run_path(str(path), run_name="__main__")

@@ -55,11 +55,11 @@ def find_imports(source: Source) -> list[Reference]:
 
 def find_references(source: Source) -> list[Reference]:
     """List the imports of a file and the attributes it reaches through them, aliases resolved."""
-    aliases = _find_aliases(source)
+    aliases = find_aliases(source)
     chains = [
         Reference(f"{aliases[chain[0]]}.{'.'.join(chain[1:])}", node.lineno)
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Attribute) and (chain := _chain_of(node)) and chain[0] in aliases
+        if isinstance(node, ast.Attribute) and (chain := chain_of(node)) and chain[0] in aliases
     ]
     return find_imports(source) + chains
 
@@ -86,7 +86,8 @@ def _resolve_module(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parents, *([node.module] if node.module else [])])
 
 
-def _find_aliases(source: Source) -> dict[str, str]:
+def find_aliases(source: Source) -> dict[str, str]:
+    """Map the names that a file binds by imports to what they are."""
     aliases: dict[str, str] = {}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -101,7 +102,7 @@ def _find_aliases(source: Source) -> dict[str, str]:
     return aliases
 
 
-def _chain_of(node: ast.Attribute) -> list[str]:
+def chain_of(node: ast.Attribute) -> list[str]:
     """Give `["a", "b", "c"]` for `a.b.c`, and nothing when the chain starts at a call or an index."""
     parts: list[str] = []
     at: ast.expr = node

@@ -23,7 +23,14 @@ SCRIPTS = [
     "scripts/check",
     "scripts/bench",
     "scripts/conformance",
+    "scripts/matrix",
+    "scripts/mutants",
+    "scripts/nightly",
     "scripts/rpc_fuzz",
+    "scripts/fence_fuzz",
+    "scripts/store_fuzz",
+    "scripts/file_fuzz",
+    "scripts/docs",
     ".ci/run",
 ]
 

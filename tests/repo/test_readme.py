@@ -14,13 +14,17 @@ from tests.repo.commands import (
     find_broken_commands,
     find_broken_programs,
     find_commands,
+    find_scripts,
     find_subcommands,
     why_broken,
 )
 from tests.repo.source import ROOT
 
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MAX_README_LINES = 149
 
 
@@ -49,6 +53,13 @@ def test_commands_exist_and_their_options_parse(path: Path) -> None:
     page = path.read_text()
     assert find_broken_programs(page, ROOT) == []
     assert find_broken_commands(page) == {}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_scripts_parse(path: Path) -> None:
+    for script in find_scripts(path.read_text()):
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
 
 
 def test_commands_of_weft_that_are_named_exist() -> None:
@@ -93,7 +104,7 @@ def test_a_missing_program_is_found(tmp_path: Path) -> None:
         ("scripts/bench collectives --rounds 3", ""),
         ("scripts/bench --fast", "unrecognized arguments: --fast"),
         ("scripts/bench nothing", "there is no benchmark 'nothing'"),
-        ("scripts/check --fast", "scripts/check takes ['--fix']"),
+        ("scripts/check --fast", "scripts/check takes ['--fix', '--list',"),
         ("scripts/conformance --target mars", "invalid choice: 'mars'"),
         ("X=1 torchrun --nproc-per-node 2 examples/ddp.py", ""),
         ("torchrun --nproc-per-nod 2 examples/gone.py", "there is no file examples/gone.py"),
@@ -107,6 +118,13 @@ def test_a_broken_command_is_found(command: str, reason: str) -> None:
     found = why_broken(command.split())
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+def test_a_script_is_no_list_of_commands() -> None:
+    script = "#!/usr/bin/env bash\nif fly; then\n    echo\nfi\n"
+    page = f"```bash\n{script}```\n```bash\nscripts/test  # all\n```\n"
+    assert find_scripts(page) == [script]
+    assert find_commands(page) == ["scripts/test"]
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

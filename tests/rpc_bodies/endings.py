@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,29 @@ def join_with_torchs_options(name: str, rank: int, init_method: str) -> float:
     )
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
     return rpc.get_rpc_timeout()
+
+
+def give_timeout(timeout: Any) -> list[tuple[str, str]]:
+    """The errors of all that takes a timeout, by type and text."""
+    rref = rpc.remote("worker0", add, (1, 2))
+    takers: list[Callable[[], object]] = [
+        lambda: rpc.rpc_sync("worker0", add, (1, 2), timeout=timeout),
+        lambda: rpc.rpc_async("worker0", add, (1, 2), timeout=timeout),
+        lambda: rpc.remote("worker0", add, (1, 2), timeout=timeout),
+        lambda: rref.to_here(timeout=timeout),
+        lambda: rref.rpc_sync(timeout=timeout).bit_length(),
+        lambda: rref.rpc_async(timeout=timeout).bit_length(),
+        lambda: rref.remote(timeout=timeout).bit_length(),
+        lambda: rpc.shutdown(timeout=timeout),
+        lambda: rpc._set_rpc_timeout(timeout),
+        lambda: rpc.api._all_gather(None, timeout=timeout),
+    ]
+    seen: list[tuple[str, str]] = []
+    for take in takers:
+        try:
+            take()
+        except Exception as error:
+            seen.append((type(error).__name__, str(error)))
+        else:
+            seen.append(("nothing", "was taken"))
+    return seen

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.rpc_bodies.places import Counter, add
+from tests.rpc_bodies.places import Counter, add, give
 from tests.rpc_bodies.strangers import Bomb
 from weft import rpc
 
@@ -22,8 +25,14 @@ def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def set_temporary_folder(path: str) -> None:
+    tempfile.tempdir = path
+
+
 def become_nobody() -> None:
     """For all threads of the process: that is what setresuid of Python's os does."""
+    # What nobody is to do is imported before: this checkout may lie where only its owner can read.
+    import_module("tests.rpc_bodies.floods")
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
@@ -53,6 +62,10 @@ def use_counter(to: str) -> int:
     return rref.rpc_sync().get()
 
 
+def has_imported(name: str) -> bool:
+    return name in sys.modules
+
+
 def try_by_value(to: str) -> list[str]:
     """Functions that travel by value, partials, dotted names: all the ways round the list."""
     attempts: list[Any] = [
@@ -69,3 +82,9 @@ def try_by_value(to: str) -> list[str]:
         except weft.RefusedError as error:
             texts.append(str(error))
     return texts
+
+
+def give_large(to: str, num_elements: int) -> list[float]:
+    """A tensor there and back that is too large for a message of the usual way; its ends."""
+    given = rpc.rpc_sync(to, give, (torch.arange(float(num_elements)),))
+    return [given[0].item(), given[-1].item()]

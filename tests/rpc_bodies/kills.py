@@ -1,14 +1,12 @@
 """Workers that are killed at a random moment of a storm of calls: right answers or named errors, no hang.
 
 Each round starts from its own number, so a round that failed can be run again:
-scripts/rpc_kills --kills 3 --seed 17.
+scripts/kills --of rpc --kills 3 --seed 17.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -194,28 +192,24 @@ def kill_guests(number: int, seed: int) -> float:
         group.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill workers at random moments of a storm of calls.")
-    parser.add_argument("--kills", type=int, default=1000, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first round's number (%(default)s)")
-    options = parser.parse_args()
-    began, kills, seed = time.monotonic(), 0, options.seed
-    while kills < options.kills:
+def main(kills: int, first_seed: int) -> None:
+    """Kill this many workers and say how it went."""
+    began, killed, seed = time.monotonic(), 0, first_seed
+    while killed < kills:
         try:
             if seed % 2 == 0:
                 num_kills, slowest = kill_in_worlds(seed)
             else:
-                num_kills = min(10, options.kills - kills)
+                num_kills = min(10, kills - killed)
                 slowest = kill_guests(num_kills, seed * 1000)
         except BaseException as error:
-            error.add_note(f"in round {seed}: run it alone with --kills 1 --seed {seed}")
+            error.add_note(
+                f"in round {seed}: run it alone with scripts/kills --of rpc --kills 1 --seed {seed}"
+            )
             raise
-        kills += num_kills
-        took = f"{time.monotonic() - began:.0f} s"
-        print(f"{kills} of {options.kills} kills, {took}; round {seed}'s slowest noticed in {slowest:.2f} s")
-        sys.stdout.flush()
+        killed += num_kills
+        print(
+            f"{killed} of {kills} kills of RPC workers, {time.monotonic() - began:.0f} s; "
+            f"round {seed}'s slowest noticed in {slowest:.2f} s"
+        )
         seed += 1
-
-
-if __name__ == "__main__":
-    main()

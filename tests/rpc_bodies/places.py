@@ -5,6 +5,8 @@ Thread-ranks share this module, so everything is kept apart by the name of the w
 
 from __future__ import annotations
 
+import enum
+import functools
 import os
 import threading
 import weakref
@@ -151,6 +153,30 @@ class Counter:
     @staticmethod
     def scale(value: int, by: int) -> int:
         return value * by
+
+
+class Meta(type):
+    """Makes classes."""
+
+
+class Choices(enum.Enum):
+    """Without members, so that a call of it makes another one."""
+
+
+class Lazy:
+    """Computes what it is asked for when it is asked."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    @functools.cached_property
+    def mark(self) -> str:
+        os.mkdir(self.flag)
+        return self.flag
+
+
+def make_lazy(flag: str) -> Lazy:
+    return Lazy(flag)
 
 
 class Tracked:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.rpc_bodies.running import Body, Worker
+from weft.rpc import RRef
 
 WIDTH = 3
 
@@ -40,6 +41,21 @@ class Net(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.norm(self.linear(rows))
+
+
+class Peeking(Net):
+    """Notes when its property runs."""
+
+    seen: ClassVar[list[str]] = []
+
+    @property
+    def peeked(self) -> nn.Module:
+        self.seen.append("the property ran")
+        return self.linear
+
+
+def strides_of(rref: RRef[Tensor]) -> tuple[int, ...]:
+    return rref.local_value().stride()
 
 
 class Echo(nn.Module):

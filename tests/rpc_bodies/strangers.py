@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import stat
 import struct
 import threading
 import time
@@ -33,7 +34,10 @@ class Bomb:
 
 @dataclass(frozen=True)
 class Door:
-    """A socket that a process listens on: tcp host and port, or a unix path (abstract ones begin with @)."""
+    """A socket that a process listens on: tcp host and port, or a unix path (abstract ones begin with @).
+
+    Where the file of a Unix socket is gone, its path is that of the process's descriptor of it.
+    """
 
     host: str
     port: int = 0
@@ -49,8 +53,14 @@ class Door:
     def connect(self) -> socket.socket:
         if self.is_unix:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(5)
-            sock.connect("\0" + self.host[1:] if self.host.startswith("@") else self.host)
+            # With a timeout of Python's it would fail at once when too many wait to be accepted.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 5, 0))
+            try:
+                sock.connect("\0" + self.host[1:] if self.host.startswith("@") else self.host)
+                sock.settimeout(5)
+            except BaseException:
+                sock.close()
+                raise
             return sock
         return socket.create_connection((self.host, self.port), timeout=5)
 
@@ -69,9 +79,17 @@ def find_doors(pid: int) -> list[Door]:
     for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
         parts = line.split()
         is_listening = int(parts[3], 16) & 0x10000
-        if is_listening and parts[6] in inodes and len(parts) > 7:
+        if is_listening and parts[6] in inodes and len(parts) > 7 and parts[7].startswith("@"):
             doors.append(Door(parts[7]))
-    return doors
+    return doors + [Door(str(path)) for path in Path(f"/proc/{pid}/fd").iterdir() if _leads_to_socket(path)]
+
+
+def _leads_to_socket(path: Path) -> bool:
+    """Whether a descriptor is of a socket's file, and not of a socket."""
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode) and not os.readlink(path).startswith("socket:")
+    except OSError:
+        return False
 
 
 def _link(path: Path) -> str:

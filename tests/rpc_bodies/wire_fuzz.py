@@ -6,6 +6,10 @@ Half of the frames are messages that were changed a little, the others are rando
 or without. Whatever `decode_message` accepts must encode to the very same frame; what it refuses must be
 refused with WireError. Nothing may be unpickled on the way, and the process must not grow.
 
+With `--doors N` it sends N beginnings of a connection to the open inbox of a worker instead: greetings, first
+frames of any size, whole or not, before anything is proved. Nothing of them may come through, the inbox must
+still let a peer in, and the process must not grow.
+
 Frames come in batches; the seed of a batch follows from the run's seed and the batch's number, so that a
 failure can be had again with `--batch`.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pickle
 import random
 import resource
@@ -22,9 +27,16 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from unittest import mock
 
+from tests.rpc_bodies.floods import resident_bytes, run_door_batch
+from tests.rpc_bodies.strangers import Door
+from weft.rpc.links import Links
+from weft.rpc.secret import derive_keys
 from weft.rpc.wire import INLINE_BYTES, Kind, Message, WireError, decode_message, encode_message
+from weft.trust import JobSecret, make_secret
 
 BATCH_FRAMES = 5_000
+DOOR_BATCH_FRAMES = 500
+PEER_SECS = 20.0
 GROWTH_BYTES = 64 << 20
 HEADER = encode_message(Message(Kind.CALL, 1, 2, 3, b""))[0]
 EDGES = (0, 1, 2, 5, 6, 255, INLINE_BYTES, INLINE_BYTES + 1, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1,
@@ -174,6 +186,57 @@ def run_frames(num_frames: int, seed: int, progress: Callable[[Tally], None] | N
     return tally
 
 
+def run_doors(num_frames: int, seed: int, progress: Callable[[int], None] | None = None) -> None:
+    """Send so many to an inbox of this process, and hold it to its promise after each batch."""
+    secret = make_secret()
+    inbox = Links(0, derive_keys(secret), "127.0.0.1", lambda *_: None)
+    try:
+        doors = [Door(inbox.local_address.removeprefix("ipc://"))]
+        assert inbox.remote_address is not None
+        host, port = inbox.remote_address.removeprefix("tcp://").split(":")
+        doors.append(Door(host, int(port)))
+        start_bytes = 0
+        for batch in range(-(-num_frames // DOOR_BATCH_FRAMES)):
+            run_door_batch(doors, seed, batch, min(DOOR_BATCH_FRAMES, num_frames - batch * DOOR_BATCH_FRAMES))
+            assert not inbox.has_mail(), f"--seed {seed}: something came through in batch {batch}"
+            check_peer_gets_in(inbox, secret)
+            if batch == 0:
+                start_bytes = resident_bytes(os.getpid())
+            elif (grown := resident_bytes(os.getpid()) - start_bytes) > GROWTH_BYTES:
+                raise AssertionError(f"--seed {seed}: the process grew by {grown:,} bytes in batch {batch}")
+            if progress is not None:
+                progress(min(num_frames, (batch + 1) * DOOR_BATCH_FRAMES))
+    finally:
+        inbox.stop()
+        inbox.close()
+
+
+def check_peer_gets_in(inbox: Links, secret: JobSecret) -> None:
+    """A peer that knows the secret comes, says something, and goes."""
+    peer = Links(9, derive_keys(secret), None, lambda *_: None)
+    try:
+        for number, address in enumerate((inbox.local_address, str(inbox.remote_address))):
+            peer.open(number, address)
+            assert peer.wait_up(number) is None, "a peer was kept out"
+            peer.send(number, [b"let me in"])
+            assert hear_one(inbox) == [b"let me in"]
+    finally:
+        peer.stop()
+        peer.close()
+
+
+def hear_one(inbox: Links) -> list[bytes]:
+    """The next message, waited for."""
+    gives_up_at = time.monotonic() + PEER_SECS
+    while time.monotonic() < gives_up_at:
+        signal = inbox.bell.signal()
+        parts = inbox.take()
+        if parts is not None:
+            return [bytes(part) for part in parts]
+        inbox.bell.sleep(signal, PEER_SECS)
+    raise AssertionError("a peer was not heard")
+
+
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -182,10 +245,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/rpc_fuzz", description="Fuzz the messages of weft.rpc.")
     parser.add_argument("--frames", type=int, default=1_000_000, help="how many frames to check")
     parser.add_argument("--seed", type=int, default=None, help="repeat a run; a new one by default")
+    parser.add_argument("--doors", type=int, default=0, help="send so many to an open inbox instead")
     parser.add_argument("--batch", type=int, default=None, help="only this batch of the run")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
+    if options.doors:
+        run_doors(options.doors, seed, lambda sent: print(f"{sent:>12,} beginnings sent", flush=True))
+        print(f"ok: {options.doors:,} beginnings, seed {seed}")
+        return
     if options.batch is not None:
         tally = Tally()
         with no_unpickling():

@@ -17,22 +17,28 @@ DOCS = Path(__file__).parents[2] / "docs"
 TESTED_ELSEWHERE = {"testing.md"}
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if path.name not in TESTED_ELSEWHERE]
 FEATURES = (
+    "activation_checkpointing.md",
     "comm_hooks.md",
     "communication.md",
     "compile.md",
+    "data_loading.md",
     "data_parallel.md",
     "dist_autograd.md",
     "fully_shard.md",
+    "gpus_and_hosts.md",
     "join.md",
     "launch.md",
     "local_group.md",
+    "notebook.md",
     "optimizers.md",
     "plan.md",
     "remote_module.md",
     "report.md",
     "rpc.md",
+    "saving_and_loading.md",
     "tensor_parallel.md",
     "train.md",
+    "with_other_libraries.md",
 )
 
 

@@ -37,6 +37,7 @@ def test_results_come_by_rank_and_arguments_reach_every_rank() -> None:
     assert results == [(100, 4), (110, 4), (120, 4), (130, 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["weft", "gloo"])
 def test_sixty_four_ranks(backend: str) -> None:
     assert launch_threads(sum_of_ranks, 64, backend=backend, timeout=60) == [2016.0] * 64

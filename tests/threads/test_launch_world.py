@@ -23,7 +23,9 @@ def test_rank_world_has_every_attribute_of_torchs_world() -> None:
         name for name, value in vars(distributed_c10d._World).items() if isinstance(value, property)
     }
     assert properties
-    assert properties == {name for name in dir(RankWorld()) if not name.startswith("_")}
+    names = {name for name in dir(RankWorld()) if not name.startswith("_")}
+    only_in_some = {"pg_flight_recorder_hooks"}  # torch 2.15
+    assert properties | only_in_some == names
 
 
 def test_torch_looks_its_world_up_in_the_module() -> None:

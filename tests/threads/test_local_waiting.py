@@ -15,6 +15,7 @@ def run(body: Callable[[], Any], ranks: int) -> list[Any]:
     return weft.launch(body, ranks=ranks, kind="thread", backend="weft", timeout=60)
 
 
+@pytest.mark.full
 def test_more_ranks_than_cores() -> None:
     run(waiting.every_collective_once, 64)
 

@@ -15,7 +15,7 @@ from typing import Any
 REPO = Path(__file__).parents[2]
 
 # The options of runs.SMALL but for the steps, as arguments.
-SMALL = ["--context", "16", "--batch", "8"]
+SMALL = ["--context", "16", "--batch", "8", "--rate", "0.003", "--warmup", "0", "--decay", "200"]
 
 LINE = re.compile(
     r"step +(\d+)/(\d+)  loss (\d+\.\d+)  tokens/s [\d,]+  "

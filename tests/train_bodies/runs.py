@@ -14,8 +14,9 @@ from weft.training.job import Outcome, run_rank
 from weft.training.model import make_model, next_byte_loss
 from weft.training.options import TrainOptions
 
-# Small enough for milliseconds a step, and a batch that 1, 2 and 4 ranks can share.
-SMALL = TrainOptions(ranks=1, steps=6, batch=8, context=16)
+# Small enough for milliseconds a step, and a batch that 1, 2 and 4 ranks can share. No warm-up: in its first
+# steps a hook that did not run would not be seen.
+SMALL = TrainOptions(ranks=1, steps=6, rate=3e-3, warmup=0, decay=200, batch=8, context=16)
 
 # A loss is about 5 and float32 has 7 digits: the same terms summed over ranks instead of rows move it by some
 # 1e-6, and six updates of AdamW carry that along. A forgotten rank or factor moves it by 1e-2 and more.
@@ -56,6 +57,7 @@ def _train_plainly(
     losses: list[float] = []
     for step in range(steps):
         inputs, targets = text.batch(step, Share(0, 1))
+        optimizer.param_groups[0]["lr"] = options.learning_rate(step)
         optimizer.zero_grad()
         loss = next_byte_loss(model(inputs), targets)
         loss.backward()

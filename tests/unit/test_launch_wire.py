@@ -127,3 +127,22 @@ def test_publish_main_puts_classes_where_pickle_looks(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "__main__", main)
     publish_main(namespace["f"])
     assert main.Published is namespace["Published"]
+
+
+def test_publish_main_puts_what_functions_use_where_compilers_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__", "__file__": "script.py"}
+    exec("import math\nWIDTH = 3\ndef f(): return math.pi * WIDTH", namespace)
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    publish_main(namespace["f"])
+    assert (main.math, main.WIDTH) == (namespace["math"], 3)
+    assert not hasattr(main, "__file__")
+
+
+def test_publish_main_leaves_the_globals_of_other_modules_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, object] = {"__name__": "somewhere"}
+    exec("import math\ndef f(): return math.pi", namespace)
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    publish_main(namespace["f"])
+    assert not hasattr(main, "math")

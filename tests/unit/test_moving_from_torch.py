@@ -50,6 +50,13 @@ OTHER_ARGUMENTS = {
     "weft.rpc.functions.async_execution": "a decorator: nobody names its argument",
 }
 
+# What releases after the page's have added, and weft has not, or not under a name of its own.
+ADDED_SINCE = {
+    "lazy_bucket_allocation",  # DistributedDataParallel, torch 2.15
+    "param_dtype_override_fn",  # MixedPrecisionPolicy, torch 2.15
+    "GradientReductionHandle",  # torch.distributed.fsdp, torch 2.15
+}
+
 
 def load(name: str) -> Any:
     """Do what `from MODULE import NAME` does, or `import MODULE`."""
@@ -107,7 +114,7 @@ def test_both_sides_of_a_row_are_there_and_alike(theirs: str, ours: str) -> None
         return
     wanted, taken = list_arguments(of_torch), list_arguments(of_weft)
     if wanted is not None and taken is not None:
-        assert wanted - taken == set()
+        assert wanted - taken - ADDED_SINCE == set()
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -116,4 +123,5 @@ def test_no_public_name_is_left_out(name: str) -> None:
     missing = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", MISSING))))
     public = list_public(load_of_torch(name))
     assert public
-    assert [one for one in public if f"{name}.{one}" not in listed and one not in missing] == []
+    known = missing | ADDED_SINCE
+    assert [one for one in public if f"{name}.{one}" not in listed and one not in known] == []

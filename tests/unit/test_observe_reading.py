@@ -72,14 +72,14 @@ def test_half_a_last_line_is_left_out_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{broken", "it is no JSON"),
+        ("{broken", "it is not JSON"),
         ("[]", ""),
         ("7", ""),
         ('{"no":"kind"}', "it has no 'kind'"),
-        ('{"kind":"dance"}', "it is of kind 'dance'"),
+        ('{"kind":"dance"}', "its kind is 'dance'"),
         (json.dumps(event_line(0, 5.0, 4.0)), "it ends at 4.0, before it starts"),
-        (json.dumps(event_line(0, 1.0, 2.0, bytes_in="many")), "bytes_in is 'many', which is no number"),
-        (json.dumps(event_line(0, 1.0, 2.0, label=7)), "label is 7, which is no text"),
+        (json.dumps(event_line(0, 1.0, 2.0, bytes_in="many")), "bytes_in is 'many', not an integer"),
+        (json.dumps(event_line(0, 1.0, 2.0, label=7)), "label is 7, not a text"),
         ('{"kind":"span","name":"x","step":0,"start":NaN,"end":1}', "start is nan"),
         ('{"kind":"step","step":0,"start":1,"end":2}', "it has no 'compute_secs'"),
         ("\xff", "decode"),

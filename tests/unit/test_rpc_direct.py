@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from weft.errors import RefusedError
-from weft.rpc.allowed import Allowed
+from weft.rpc.allowed import Allowed, MissingNameError
 from weft.rpc.direct import Lifted, lift_call, lift_value, put_back
-from weft.rpc.pickling import MissingNameError
+from weft.rpc.fence import Fence
+from weft.rpc.pickling import find_global
 
 
 def scale(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
@@ -26,11 +27,11 @@ class Holder:
         return x
 
 
-def travel(lifted: Lifted | None, allow: Allowed | None = None) -> Any:
+def travel(lifted: Lifted | None) -> Any:
     assert lifted is not None
     plain, tensors = lifted
     what, values, places, kwargs = pickle.loads(pickle.dumps(plain))
-    return put_back(what, values, places, kwargs, tensors, allow)
+    return put_back(what, values, places, kwargs, tensors, find_global)
 
 
 @pytest.mark.parametrize("func", [scale, torch.mm, math.prod])
@@ -90,9 +91,10 @@ def test_tracked_parameters_are_tensors() -> None:
 
 def test_names_that_are_missing_or_not_allowed() -> None:
     with pytest.raises(MissingNameError, match="no_such_function"):
-        put_back((__name__, "no_such_function"), (), (), {}, (), None)
+        put_back((__name__, "no_such_function"), (), (), {}, ())
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        put_back(("no_such_module", "f"), (), (), {}, (), None)
+        put_back(("no_such_module", "f"), (), (), {}, ())
     with pytest.raises(RefusedError, match=r"os\.getcwd"):
-        put_back(("os", "getcwd"), (), (), {}, (), Allowed(["torch.mm"], ()))
-    assert put_back(("torch", "mm"), (), (), {}, (), Allowed(["torch.mm"], ()))[0] is torch.mm
+        put_back(("os", "getcwd"), (), (), {}, (), lambda *name: Allowed(["torch.mm"]).find(*name).value)
+    fence = Fence(["torch.mm"], lambda _: None)
+    assert put_back(("torch", "mm"), (), (), {}, (), fence.find_function)[0] is torch.mm

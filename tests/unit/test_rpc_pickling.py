@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.rpc.pickling import MissingNameError, Pickled, pickle_object, unpickle_object
+from weft.rpc.allowed import MissingNameError
+from weft.rpc.pickling import Pickled, pickle_object, unpickle_object
 
 
 def load(pickled: Pickled) -> Any:

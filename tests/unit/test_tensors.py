@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from weft.tensors import batch_by_dtype, contiguous_strides, dense_strides, find_tensors, map_tensors, view_in
+from weft.tensors import (
+    batch_by_dtype,
+    contiguous_strides,
+    dense_strides,
+    find_tensors,
+    has_gaps,
+    map_tensors,
+    view_in,
+)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 1, 3), (4, 0, 2), (1, 1)])
@@ -32,6 +40,28 @@ def test_contiguous_strides_are_torchs(shape: tuple[int, ...]) -> None:
 def test_strides_without_gaps_are_kept(tensor: torch.Tensor, is_kept: bool) -> None:
     found = dense_strides(tuple(tensor.shape), tensor.stride())
     assert found == (tensor.stride() if is_kept else contiguous_strides(tensor.shape))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "are_there"),
+    [
+        (torch.zeros(3, 4), False),
+        (torch.zeros(3, 4).t(), False),
+        (torch.zeros(2, 3, 4, 5).permute(2, 0, 3, 1), False),
+        (torch.zeros(1).expand(5), False),
+        (torch.zeros(3, 1, 2).expand(3, 4, 2), False),
+        (torch.zeros(()), False),
+        (torch.zeros(0, 3)[:, ::2], False),
+        (torch.zeros(4, 1)[::3], True),
+        (torch.zeros(3, 4)[:, :3], True),
+        (torch.zeros(8)[::2], True),
+        (torch.zeros(8)[::2].expand(3, 4), True),
+        (torch.zeros(9).as_strided((3, 2), (2, 2)), True),
+        (torch.zeros(9).as_strided((3, 2), (1, 1)), True),  # it can't tell
+    ],
+)
+def test_gaps_are_seen(tensor: torch.Tensor, are_there: bool) -> None:
+    assert has_gaps(tensor.shape, tensor.stride()) == are_there
 
 
 def test_a_view_lies_in_the_buffer_and_can_be_detached_in_place() -> None:

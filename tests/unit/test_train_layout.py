@@ -120,7 +120,7 @@ def test_options_are_accepted_whole_or_refused_with_a_reason(
     assert batch >= 1
     assert SIZES[options.model].num_heads % layout.tp_size == 0
     # What the documents say can't be together was not let through.
-    assert not (uneven and strategy in ("tp", "rpc", "hsdp"))
+    assert not (uneven and strategy in ("tp", "rpc"))
     assert not (compile and strategy == "rpc")
     assert not (hook != "none" and strategy == "tp")
     assert hook != "zip"

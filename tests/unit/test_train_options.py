@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import sub
 from pathlib import Path
 
 import pytest
 
 from weft.__main__ import main
+from weft.errors import ConfigError
 from weft.training import command
+from weft.training.options import TrainOptions, check_same_run, with_saved_decay
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,6 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("--strategy tp --uneven", "every batch"),
         ("--strategy rpc --uneven", "every batch"),
-        ("--strategy hsdp --uneven", "two"),
         ("--strategy rpc --compile", "compile"),
         ("--strategy tp --hook bf16", "hook bf16"),
         ("--strategy ddp --tp 2", "--tp 2"),
@@ -130,3 +132,29 @@ def test_checkpoints_that_are_there_need_resume(tmp_path: Path, capsys: pytest.C
     assert "--resume" in line
     assert str(tmp_path) in line
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_the_learning_rate_rises_then_falls_along_a_cosine() -> None:
+    options = TrainOptions(steps=120, rate=1.0, warmup=20)
+    rates = [options.learning_rate(step) for step in range(140)]
+    assert rates[0] == pytest.approx(1 / 20)
+    assert rates[19] == rates[20] == pytest.approx(1.0)
+    assert rates[70] == pytest.approx(0.55), "half-way down to a tenth"
+    assert all(rate == pytest.approx(0.1) for rate in rates[120:])
+    assert max(map(sub, rates[21:120], rates[20:119])) <= 0, "it never rises again"
+    assert TrainOptions(rate=1.0, warmup=0).learning_rate(0) == 1.0
+
+
+@pytest.mark.parametrize("missing", ["warmup", "decay"])
+def test_a_checkpoint_of_a_constant_rate_is_refused(missing: str) -> None:
+    wanted = TrainOptions().fixed(b"text")
+    saved = {name: value for name, value in wanted.items() if name != missing} | {"rate": 0.003}
+    with pytest.raises(ConfigError, match=r"its rate was constant \(0\.003\).*take another --checkpoint"):
+        check_same_run(saved, wanted, Path("step-00000010"))
+
+
+def test_more_steps_after_a_checkpoint_keep_its_decay() -> None:
+    saved = TrainOptions(steps=10).fixed(b"text")
+    longer = TrainOptions(steps=20)
+    assert with_saved_decay(longer, saved).learning_rate(5) == TrainOptions(steps=10).learning_rate(5)
+    assert with_saved_decay(TrainOptions(steps=20, decay=30), saved).num_decay == 30

@@ -18,6 +18,7 @@ from weft.autograd.backward import (
 )
 from weft.autograd.frames import traced_inside_only
 from weft.autograd.homes import Renew, Unsynced, announce_gradients, on_announcement
+from weft.autograd.told import told_of_backward
 
 __all__ = [
     "Renew",
@@ -36,6 +37,7 @@ __all__ = [
     "run_last",
     "run_soon",
     "set_versions",
+    "told_of_backward",
     "traced_inside_only",
     "unseen_by_autograd",
     "will_run",

@@ -5,7 +5,8 @@ the group's store, and reads what the others are about to call. A difference rai
 DesyncError on every rank, with each rank's call and line; a rank that doesn't come
 raises PeerTimeoutError on the others. It costs a few store round trips a call, so
 it is for finding a bug, not for every day. The local group compares calls even
-with the check off; it then knows no lines of code.
+with the check off; it then knows no lines of code. Values in the store are sealed
+with the job's secret (weft.trust).
 
 Not compared: send and recv, which concern two ranks only, and calls that bypass the
 door.
@@ -18,12 +19,14 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from weft.comm.call import Call, Watcher, current_watchers, install_watcher, remove_watcher
 from weft.comm.group import state_of, store_of
-from weft.errors import DesyncError, PeerTimeoutError
+from weft.errors import DesyncError, PeerTimeoutError, TamperedError
+from weft.trust import SealedStore, job_secret, world_name
 
 ENVIRONMENT_VARIABLE = "WEFT_DESYNC_CHECK"
 _PAIRWISE = ("send", "recv", "exchange")
@@ -46,7 +49,9 @@ class DesyncCheck:
             return
         prefix = f"weft/desync/{state.name}/{call.number}"
         store = store_of(call.group)
-        store.set(f"{prefix}/{state.rank}", json.dumps([_essentials(call), call.words(), call.site]))
+        group_words = f"{state.words()} in world '{world_name()}'"
+        sealed = SealedStore(store, job_secret(), group=group_words, rank=state.rank)
+        sealed.set(f"{prefix}/{state.rank}", json.dumps([_essentials(call), call.words(), call.site]))
         keys = [f"{prefix}/{rank}" for rank in range(len(state.ranks))]
         try:
             store.wait(keys, self._timeout)
@@ -58,7 +63,7 @@ class DesyncCheck:
                 f"{self._timeout.total_seconds():g} s.",
                 missing,
             ) from error
-        told = [json.loads(store.get(key)) for key in keys]
+        told = [_read_entry(sealed.get_json(key, rank), key) for rank, key in enumerate(keys)]
         if any(entry[0] != told[0][0] for entry in told):
             lines = "".join(
                 f"\n  rank {rank}: {words} at {site}"
@@ -83,6 +88,16 @@ def _essentials(call: Call) -> list[object]:
     tensors = call.inputs or call.outputs
     shapes = [] if call.op in _SHAPES_MAY_DIFFER else [list(tensor.shape) for tensor in tensors]
     return [call.op, shapes, sorted({str(tensor.dtype) for tensor in tensors}), call.detail]
+
+
+def _read_entry(entry: object, key: str) -> list[Any]:
+    match entry:
+        case [list(), str(), str()]:
+            return cast("list[Any]", entry)
+        case _:
+            raise TamperedError(
+                f"desync check: '{key}' in the group's store is not an entry that a rank writes."
+            )
 
 
 def odd_ones(ranks: Sequence[int], told: Sequence[object]) -> list[int]:

@@ -1,9 +1,6 @@
 """What every call does on its way through the door: be counted, be watched, be started.
 
 collectives.py, messages.py and objects.py say what is called; this file launches it.
-
-Private names of torch, used here and nowhere else: `torch._C._are_functorch_transforms_active` and
-`torch._C._functorch.is_legacy_batchedtensor`.
 """
 
 from __future__ import annotations
@@ -16,17 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.blame import explain, late_error
 from weft.comm.call import Call, Watcher, call_site, is_aside
 from weft.comm.desync import watchers_in_force
+from weft.comm.graph_capture import check_engine
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
+from weft.comm.simulated import check_one_rank
+from weft.comm.transforms import are_movable
 from weft.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
+USER = "user"  # the feature of calls that no feature makes
 
 
 class _PlainTicket:
@@ -92,7 +92,7 @@ class _WatchedTicket(_PlainTicket):
 
 def check_movable(tensors: Tensors) -> None:
     """Raise for tensors of torch.func's transforms, which have no memory that could be moved."""
-    if torch._C._are_functorch_transforms_active() or any(map(is_legacy_batchedtensor, tensors)):
+    if not are_movable(tensors):
         raise UnsupportedError(
             "collectives can't move tensors inside vmap, torch.func.grad or another transform of "
             "torch.func, nor batched gradients (is_grads_batched, vectorize=True). Loop instead."
@@ -119,6 +119,9 @@ def launch_call(
     `detail` is what else must agree, in words; `label` what it is about, for records.
     """
     check_movable(inputs)
+    check_engine(op, inputs, group)
+    if feature != USER:
+        check_one_rank(f"{feature} ({op})")
     state = state_of(group)
     # Messages concern two ranks, so they are counted apart: the others would fall behind.
     number = next(state.numbers if is_collective else state.message_numbers)

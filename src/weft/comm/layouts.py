@@ -25,6 +25,7 @@ from torch.nn import functional as nn_functional
 from weft.comm.fresh import all_gathered, all_reduced, done, exchanged, reduce_scattered
 from weft.comm.group import state_of
 from weft.comm.handle import Handle
+from weft.comm.simulated import check_one_rank
 from weft.errors import UnsupportedError
 from weft.tensors import local_of
 
@@ -67,6 +68,7 @@ def launch_move(
         return all_reduced(
             local, group=group, feature=feature, label=label, is_ours=is_ours, is_waited=is_waited
         )
+    check_one_rank("redistributing a tensor")
     check_layout(have)
     check_layout(want)
     if isinstance(want, Partial):

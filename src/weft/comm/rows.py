@@ -38,6 +38,11 @@ def exchange_rows(
     `name` says what they are about, in records and errors; it must agree between ranks. `label` stands in its
     place as the label of records.
     """
+    if torch.compiler.is_compiling():
+        eager: Any = torch.compiler.disable(
+            exchange_rows, reason="ranks tell each other numbers that no graph has"
+        )
+        return eager(row, group, feature=feature, name=name, label=label)
     group = resolve_group(group)
     mine = torch.tensor(row, dtype=torch.int64)
     rows = mine.repeat(group.size(), 1)

@@ -12,6 +12,7 @@ from weft.compiler.traced_backward import autograd
 from weft.compiler.tracing import (
     allow_in_graph,
     at_trace,
+    call_before_traces,
     current_trace,
     is_backward_traced,
     is_tracing,
@@ -36,6 +37,7 @@ __all__ = [
     "at_trace",
     "autograd",
     "backend",
+    "call_before_traces",
     "current_trace",
     "enlist",
     "explain",

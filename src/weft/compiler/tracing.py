@@ -1,8 +1,8 @@
 """Code that Dynamo traces, and what it may do while it traces.
 
-Private names of torch, used here and nowhere else: `torch._dynamo.comptime`,
-`torch._guards.CompileContext` and `TracingContext`, compiled autograd's flag, and what `torch.fx.traceback`
-puts on the nodes that are traced.
+Private names of torch, used here and nowhere else: `comptime` and `callback.callback_handler` of
+`torch._dynamo`, `CompileContext` and `TracingContext` of `torch._guards`, compiled autograd's flag, and what
+`torch.fx.traceback` puts on the nodes that are traced.
 """
 
 from __future__ import annotations
@@ -27,6 +27,25 @@ def at_trace(run: Callable[[Any], None]) -> None:
     from torch._dynamo.comptime import comptime
 
     comptime(run)
+
+
+_called_first: dict[Callable[[], None], Callable[..., None]] = {}
+
+
+def call_before_traces(run: Callable[[], None]) -> bool:
+    """Call a function before each trace from now on, on the thread that traces; whether it will be.
+
+    Not where Dynamo isn't imported yet: it is by the first optimizer, at the latest by torch.compile.
+    Harmless when called again, and needed after torch.compiler.reset(), which forgets such functions.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.callback import callback_handler
+
+    callback = _called_first.setdefault(run, lambda *_: run())
+    if callback not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(callback)
+    return True
 
 
 def current_trace() -> object:

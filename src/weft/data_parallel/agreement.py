@@ -65,11 +65,17 @@ def _first_difference(first: int, ours: list[str], rank: int, theirs: list[str])
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int, group: ProcessGroup, label: str) -> None:
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor],
+    src: int,
+    group: ProcessGroup,
+    label: str,
+    limit_bytes: int = BROADCAST_BYTES,
+) -> None:
     """Give every rank the values of rank `src` of the group, in few flat messages."""
     root = state_of(group).ranks[src]
     is_root = state_of(group).rank == src
-    for batch in batch_by_dtype((tensor.detach() for tensor in tensors), BROADCAST_BYTES):
+    for batch in batch_by_dtype((tensor.detach() for tensor in tensors), limit_bytes):
         if len(batch) == 1 and batch[0].is_contiguous():
             comm.broadcast(batch[0], root, group, feature=FEATURE, label=label).wait()
             continue

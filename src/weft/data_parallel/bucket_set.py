@@ -10,10 +10,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.comm.graph_capture import check_host_read, is_capturing
 from weft.comm.group import state_of
 from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.buckets import Bucket, Reduction, launch_plain, wait_for
 from weft.data_parallel.dense import DenseBucket
+from weft.data_parallel.flat_gradients import check_used
 from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketCaps, BucketPlan, plan_buckets
 from weft.data_parallel.sparse import SparseBucket
@@ -99,6 +101,11 @@ def agree_on_order(
     arrivals: Sequence[int], before: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[int]:
     """The first rank's order of arrival, for all; what never came there goes last, as it stood before."""
+    check_host_read(
+        device,
+        "the buckets of DDP or replicate are planned anew after the first step",
+        "Make at least two steps before you capture one.",
+    )
     came = list(dict.fromkeys(arrivals))
     missing = sorted(set(before) - set(came), key=list(before).index)
     order = torch.tensor([*came, *missing], device=device)
@@ -117,8 +124,9 @@ def agree_on_order(
 def agree_on_used(is_used: Sequence[bool], reduction: Reduction, device: torch.device) -> list[bool]:
     """Which parameters some rank has used. For hooks, whose buffers can't carry the marks."""
     group = reduction.group
-    if group.size() == 1:
+    if group.size() == 1 or (all(is_used) and is_capturing(device)):
         return list(is_used)
+    check_used(device)
     own = [*is_used, reduction.mark(torch.int32)]
     marks = torch.tensor(own, dtype=torch.int32, device=device)
     pending = launch_plain(

@@ -59,3 +59,5 @@ def _retie(ddp: DistributedDataParallel, options: ReplicaOptions, before: Replic
     is_ours = ddp.mixed_precision is not None  # a hook that the module has already
     if before is not None and before.reducer.hook is not None and not is_ours:
         ddp._replica.reducer.set_hook(before.reducer.hook, before.reducer.hook_state)
+    if before is not None:
+        ddp._replica.buffer_hook = before.buffer_hook

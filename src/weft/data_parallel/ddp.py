@@ -6,6 +6,7 @@ reducer.py (in backward).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -26,6 +27,7 @@ from weft.data_parallel.arguments import (
     resolve_device_ids,
     resolve_process_group,
 )
+from weft.data_parallel.buffer_hook import BufferCommHook, BufferCommHookLocation, BufferHook
 from weft.data_parallel.copying import copy_wrapper, pickle_wrapper, unpickle_wrapper
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.precision import MixedPrecision, cast_floating, install_precision
@@ -33,10 +35,13 @@ from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
 from weft.errors import ConfigError, StateError, WeftError
 from weft.join import Join, Joinable, JoinHook
+from weft.modules import Prepared, check_unheld, known_as_wrapper, watch_wrappers
 from weft.tensors import map_tensors
+from weft.torch_private import check_torch
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+@known_as_wrapper
+class DistributedDataParallel(Prepared, nn.Module, Joinable):
     """Train copies of a module on every rank of a group; gradients are averaged during backward.
 
     The arguments are torch's. Unused parameters need no flag: one that some rank used gets the
@@ -48,6 +53,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Raises on every rank, with the first difference, if ranks bring different parameters.
     """
 
+    _weft_wrapper: ClassVar[str] = "DistributedDataParallel"  # holds the module inside
     _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
 
     def __init__(
@@ -73,6 +79,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        check_torch()
         super().__init__()
         Joinable.__init__(self)
         group = resolve_process_group(process_group, device_mesh)
@@ -87,6 +94,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.mixed_precision = mixed_precision
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        check_unheld(module, self.parameters_to_ignore)
         self.module = module
         options = ReplicaOptions(
             group=group,
@@ -105,6 +113,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _attach(self, options: ReplicaOptions) -> None:
         """Tie the module to the other ranks."""
+        watch_wrappers()
         # Not an attribute that nn.Module would look into: the replica points back here.
         vars(self)["_own_replica"] = Replica(self.module, self, options)
         self.process_group = options.group
@@ -172,6 +181,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether the next forward may find buffers that differ between ranks."""
         return self._replica.reducer.expected.was_synced
 
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, wanted: bool) -> None:
+        self._replica.reducer.expected.was_synced = wanted
+
+    @property
+    def reducer(self) -> Replica:
+        """What torch's pipelines and Accelerate ask to reduce in a backward whose forward was not to."""
+        return self._replica
+
     @property
     def broadcast_buffers(self) -> bool:
         """Whether each forward starts with one rank's buffers for all."""
@@ -213,6 +231,40 @@ class DistributedDataParallel(nn.Module, Joinable):
         hooks = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
         self._replica.hook_name = str(comm_hook_type)
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: BufferCommHook, comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        """Keep buffers alike with `hook(state, buffers by name)`, before or after each forward, in place of a
+        broadcast. Futures that it returns are waited for at the end of backward.
+        """
+        self._replica.buffer_hook = BufferHook(state, hook, comm_hook_location)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """What is done with buffers where there is no hook: one rank's for all."""
+        replica = self._replica
+        before = self.broadcast_bucket_size
+        self.broadcast_bucket_size = before if bucket_size is None else bucket_size
+        try:
+            replica.broadcast_buffers(replica.parts.buffers() if bufs is None else bufs, authoritative_rank)
+        finally:
+            self.broadcast_bucket_size = before
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """How many bytes of parameters or buffers a broadcast carries at most. May be set."""
+        return self._replica.options.broadcast_bytes
+
+    @broadcast_bucket_size.setter
+    def broadcast_bucket_size(self, num_bytes: int) -> None:
+        if num_bytes <= 0:
+            raise ConfigError(f"broadcast_bucket_size is a number of bytes above 0, got {num_bytes}.")
+        self._replica.options = dataclasses.replace(self._replica.options, broadcast_bytes=num_bytes)
 
     # Uneven inputs
 

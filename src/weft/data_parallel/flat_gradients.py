@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from weft import comm
+from weft.comm.graph_capture import check_host_read
 from weft.compiler import LARGE_NUMEL
 from weft.data_parallel.members import Member
 from weft.data_parallel.plan import BucketPlan, ParamSpec
@@ -157,9 +158,11 @@ class FlatGradients:
     def set_marks(self, used: Sequence[bool], step_mark: int) -> None:
         """Say which gradients are this rank's, and at which step it is."""
         self._marks.fill_(1)
-        for at, is_used in enumerate(used) if not all(used) else ():
-            if not is_used:
-                self._marks[at] = 0
+        if not all(used):
+            check_used(self._marks.device)
+            for at, is_used in enumerate(used):
+                if not is_used:
+                    self._marks[at] = 0
         self._step_mark.fill_(step_mark)
 
     def sum_of_step_marks(self, num_ranks: int) -> float | None:
@@ -169,6 +172,15 @@ class FlatGradients:
     def used_anywhere(self) -> list[bool]:
         """After the reduction: which parameters some rank has used."""
         return [mark > 0 for mark in self._marks.abs().tolist()]
+
+
+def check_used(device: torch.device) -> None:
+    """Raise StateError where parameters without a gradient can't be asked about, in a captured step."""
+    check_host_read(
+        device,
+        "some parameters got no gradient on this rank, so that it has to read whether another rank has one",
+        "Capture steps that use all parameters, or leave the others out of DDP or replicate.",
+    )
 
 
 def sum_of_step_marks(mark: torch.Tensor, num_ranks: int) -> float | None:

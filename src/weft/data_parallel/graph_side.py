@@ -40,6 +40,7 @@ from weft.data_parallel.module_parts import ModuleParts
 from weft.data_parallel.plan import resolve_caps
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.step import Expectation
+from weft.data_parallel.torch_optimizers import defer_torch_optimizers
 from weft.data_parallel.user_hooks import defer_hooks
 from weft.errors import DesyncError, InternalError
 
@@ -82,6 +83,7 @@ class GraphSide:
 
     def _note_before(self) -> None:
         install()
+        defer_torch_optimizers(self.params)
         self.listen()
         self._trace = current_trace()
 

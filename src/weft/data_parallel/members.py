@@ -67,9 +67,10 @@ def check_apart(params: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup)
         if len({*ranks} & {*holders}) > 1:
             raise UnfitError(
                 f"parameter '{name}' is a DTensor on ranks {holders} ({param.placements}), and the "
-                f"data-parallel group has ranks {list(ranks)}: they must have one rank in common. Distribute "
-                "the parameter over one axis of a mesh, mesh['tp'] say, and pass another as "
-                "device_mesh=mesh['dp']; or leave its module to others with `ignored_modules` (replicate)."
+                f"data-parallel group has ranks {list(ranks)}: they must have one rank in common. If "
+                "fully_shard made it, that reduces its gradient, too: leave DistributedDataParallel or "
+                "replicate out. Else distribute it over one axis of a mesh, mesh['tp'] say, and pass another "
+                "as device_mesh=mesh['dp']; or leave its module to others with `ignored_modules` (replicate)."
             )
 
 

@@ -59,7 +59,8 @@ class ModuleParts:
                 fqn = next(member.spec.name for member in self.members if member.param is param)
                 raise StateError(
                     f"parameter '{fqn}' is another one than when the module was wrapped; it would not be "
-                    "reduced. Change values in place (param.data.copy_), or wrap the module again."
+                    "reduced. Change values in place (param.data.copy_), or wrap the module again. If "
+                    "fully_shard was applied to the module, or around it, leave out one of the two."
                 )
 
     def check_frozen(self) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.transforms import beside_transforms
 from weft.comm_hooks.bucket import GradHook
 from weft.compiler import at_trace, is_tracing
 from weft.data_parallel.arguments import resolve_buffer_sync, resolve_delayed, resolve_process_group
@@ -25,13 +27,14 @@ from weft.data_parallel.replica import Replica, ReplicaOptions
 from weft.data_parallel.uneven import ReplicaJoinHook
 from weft.errors import ConfigTypeError, InternalError, UnfitError
 from weft.join import Joinable, JoinHook
-from weft.modules import attach, attached, give_class, owners_below
+from weft.modules import Prepared, attach, attached, give_class, owners_below
 from weft.modules.attached import check_free
+from weft.torch_private import check_torch
 
 FEATURE = "replicate"
 
 
-class ReplicatedModule(Joinable):
+class ReplicatedModule(Prepared, Joinable):
     """What a module can do once it is replicated."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -41,6 +44,24 @@ class ReplicatedModule(Joinable):
             state = attached(child, FEATURE)
             if state is not None:
                 state.wants_sync = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Generator[None]:
+        """Keep gradients local for forwards made within, and add them up for the next reduction.
+
+        As DistributedDataParallel's, and for all replicated modules inside. With `enabled=False` it changes
+        nothing.
+        """
+        children = cast("nn.Module", self).modules()
+        states = [state for child in children if (state := attached(child, FEATURE)) is not None]
+        before = [state.wants_sync for state in states]
+        for state in states if enabled else ():
+            state.wants_sync = False
+        try:
+            yield
+        finally:
+            for state, wanted in zip(states, before, strict=True):
+                state.wants_sync = wanted
 
     def register_comm_hook(self, state: Any, hook: GradHook) -> None:
         """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
@@ -95,7 +116,8 @@ class ReplicateState:
     def replica(self) -> Replica:
         """The ties to the other ranks, made by all of them together when first needed."""
         if self._replica is None:
-            self._replica = Replica(self.module, cast("Joinable", self.module), self.options)
+            with beside_transforms("replicate"):
+                self._replica = Replica(self.module, cast("Joinable", self.module), self.options)
             self._replica.wants_sync = self._wants_sync
         return self._replica
 
@@ -149,6 +171,7 @@ def replicate(
     first forward, so that they may still be loaded.
     Raises if the module is replicated or sharded already; nothing is changed then.
     """
+    check_torch()
     check_free(module, FEATURE)
     ignored_names = _ignored_names(module, ignored_modules)
     options = _resolve(module, device_mesh, device_id, kwargs, ignored_names)
@@ -156,7 +179,7 @@ def replicate(
     check_apart(ours, options.group)
     state = ReplicateState(module, options)
     attach(module, FEATURE, state)
-    give_class(module, ReplicatedModule, "Replicated")
+    give_class(module, ReplicatedModule, "")  # by its own name: programs write it into what they save
     Joinable.__init__(cast("Joinable", module))
     module.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(state.after_forward)

@@ -37,6 +37,7 @@ class Expectation:
         self.is_inside = False  # a forward is under way that a graph has marks of
         self.was_synced = True  # at the last forward: only then buffers may differ between ranks
         self.is_synced = True  # the backward shall reduce
+        self.is_asked_for = False  # it shall reduce whatever its forward said
         self.is_open = False  # it is still to come
         self.is_traced = False  # gradients come all at once: their order tells nothing
         self.has_unsynced = False  # gradients of this rank alone wait for the next reduction

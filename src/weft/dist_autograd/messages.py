@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.rpc import registry
+from weft.rpc.message_forms import is_word, need
 
 if TYPE_CHECKING:
     from weft.dist_autograd.tracker import GraphTracker
@@ -30,11 +31,17 @@ def read_batch(flat: Sequence[Any]) -> Batch:
     batch: Batch = []
     at = 0
     while at < len(flat):
+        need(is_word(flat[at]) and at + 1 < len(flat) and is_word(flat[at + 1], len(flat)), "gradients")
         end = at + 2 + flat[at + 1]
+        need(end <= len(flat) and all(_is_gradient(grad) for grad in flat[at + 2 : end]), "gradients")
         batch.append((flat[at], tuple(flat[at + 2 : end])))
         at = end
     ids = [id(grad) for _, grads in batch for grad in grads if grad is not None]
     return batch if len(set(ids)) == len(ids) else _parted(batch)
+
+
+def _is_gradient(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _parted(batch: Batch) -> Batch:
@@ -61,6 +68,8 @@ def take_gradients(
     `is_exact`: what takes part is known. Returns what went wrong, if something did, and gradients for the
     caller, a batch too.
     """
+    is_right = is_word(context_id) and is_word(number) and is_word(starter_id)
+    need(is_right and type(retain_graph) is bool and type(is_exact) is bool, "a part of a backward")
     failure, left = _tracker().take_gradients(
         context_id, number, (retain_graph, is_exact), starter_id, read_batch(flat)
     )
@@ -74,4 +83,6 @@ def find_part(
 
     Returns the numbers of what the asker has sent and takes part thereby.
     """
+    is_right = is_word(context_id) and is_word(number) and is_word(asker_id)
+    need(is_right and type(retain_graph) is bool and all(map(is_word, numbers)), "a part of a backward")
     return tuple(_tracker().find_part(context_id, number, retain_graph, asker_id, numbers))

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from weft.dist_autograd import api as autograd
 from weft.dist_autograd.quick_steps import step_quickly
 from weft.errors import ConfigError, ConfigTypeError, PeerError, PeerTimeoutError, StateError
-from weft.rpc import RRef, WorkerInfo, get_worker_info, rpc_async, rpc_sync
+from weft.rpc import RRef, WorkerInfo, get_worker_info, registry, rpc_async, rpc_sync
+from weft.rpc.message_forms import is_named, is_word, need
+from weft.rpc.rref import local_value_of
 
 # By the id of the parameter. Only LocalOptimizers hold locks, and they hold the parameters too: an id in here
 # is not another tensor's.
@@ -262,12 +264,18 @@ def make_local_optimizer(
     kwargs: Mapping[str, Any],
 ) -> RRef[LocalOptimizer]:
     """Make the optimizer of this worker's parameters."""
-    params = [rref.local_value() for rref in param_rrefs]
+    need(
+        type(param_rrefs) is list and type(args) is tuple and is_named(kwargs),
+        "the arguments of an optimizer",
+    )
+    registry.current_agent().packer.check_call(optimizer_class)
+    params = [local_value_of(rref) for rref in param_rrefs]
     return RRef(LocalOptimizer(optimizer_class, params, args, kwargs))
 
 
 def step_local_optimizer(rref: RRef[LocalOptimizer], context_id: int) -> None:
     """Step this worker's parameters."""
+    need(is_word(context_id), "a step")
     _local_optimizer(rref).step(context_id)
 
 
@@ -278,12 +286,37 @@ def read_local_state(rref: RRef[LocalOptimizer]) -> dict[str, Any]:
 
 def load_local_state(rref: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
     """Give this worker's optimizer a state."""
-    _local_optimizer(rref).load_state_dict(state)
+    need(is_named(state), "the state of an optimizer")
+    local = _local_optimizer(rref)
+    if registry.current_agent().packer.fence is not None:
+        _check_fused(local.optim, state)
+    local.load_state_dict(state)
+
+
+def _check_fused(optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse a state of another shape than its parameter, which fused kernels would read and write beyond.
+
+    Nor may a state switch to fused kernels. All others check shapes themselves. Strides are seen to when the
+    optimizer steps.
+    """
+    groups, states = state.get("param_groups"), state.get("state")
+    is_right = type(groups) is list and all(is_named(group) for group in cast("list[Any]", groups))
+    need(is_right and type(states) is dict, "the state of an optimizer")
+    for group, own in zip(cast("list[dict[str, Any]]", groups), optim.param_groups, strict=False):
+        is_fused, numbers = own.get("fused"), group.get("params")
+        need(type(numbers) is list and group.get("fused") is is_fused, "a group of an optimizer's state")
+        for number, param in zip(cast("list[Any]", numbers), own["params"], strict=False) if is_fused else ():
+            of_param = cast("dict[Any, Any]", states).get(number, {})
+            need(is_named(of_param), "an optimizer's state of a parameter")
+            for name, value in cast("dict[str, Any]", of_param).items():
+                is_step = name == "step" and isinstance(value, Tensor) and value.numel() == 1
+                is_fit = is_step or not isinstance(value, Tensor) or value.shape == param.shape
+                need(is_fit, "an optimizer's state of a parameter")
 
 
 def _local_optimizer(rref: RRef[Any]) -> LocalOptimizer:
     """The value, which peers may name by any RRef."""
-    local = rref.local_value()
+    local = local_value_of(rref)
     if not isinstance(local, LocalOptimizer):
         raise ConfigTypeError(f"expected an RRef to a LocalOptimizer, not to a {type(local).__name__}.")
     return local

@@ -6,7 +6,10 @@ operations is what a step costs.
     Adam, AdamW    torch's own fused operation, one for all parameters of a group
     SparseAdam     the same operation, on copies of the rows that have gradients
 
-What is of another kind than the code below takes is left to the optimizer's own `step`.
+What is of another kind than the code below takes is left to the optimizer's own `step`. Before a step of
+torch's with `fused=True`, gradients and states are given their parameter's strides: those kernels walk all of
+them from the first element on, and read and write beyond tensors that lie otherwise. Gradients of remote
+calls may be expanded (that of a sum is), and states and parameters are a peer's to choose.
 
 The private names of torch that are used for this: Adam's `_init_group`, `_fused_adam_` and `_fused_adamw_`;
 an optimizer's `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those for all optimizers.
@@ -21,9 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
+
+from weft.errors import ConfigError
+from weft.tensors import dense_strides
 
 _PLAIN = (Tensor, nn.Parameter)
+_HAVE_FUSED = (SGD, Adam, Adagrad)  # AdamW is an Adam
 _DTYPES = (torch.float32, torch.float64)  # for others torch's operation computes in another dtype
 _everywhere: Any = importlib.import_module("torch.optim.optimizer")  # has the hooks of all optimizers
 
@@ -32,7 +39,42 @@ def step_quickly(optim: Any) -> None:
     """Step an optimizer, in weft's form where there is one and nobody would notice."""
     quick_step = _QUICK_STEPS.get(type(optim))
     if quick_step is None or _is_watched(optim) or not quick_step(optim):
+        if isinstance(optim, _HAVE_FUSED):
+            _lay_out_for_fused(optim)
         optim.step()
+
+
+def _lay_out_for_fused(optim: Any) -> None:
+    """Give gradients and states the strides of their parameters. Raises ConfigError where that can't be."""
+    params = [param for group in optim.param_groups if group.get("fused") for param in group["params"]]
+    for param in params:
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided:
+            continue  # torch refuses sparse ones itself
+        if param.numel() and dense_strides(param.shape, param.stride()) != param.stride():
+            raise ConfigError(
+                f"fused=True: a parameter of shape {tuple(param.shape)} has strides {param.stride()}; its "
+                "elements must lie side by side, each in a place of its own. Leave fused out."
+            )
+        if grad.stride() != param.stride():
+            param.grad = _laid_out_as(param, grad)
+        state = optim.state.get(param, {})
+        for name, value in state.items():
+            if name == "step" or not isinstance(value, Tensor):
+                continue
+            if value.shape != param.shape or value.layout is not torch.strided:
+                raise ConfigError(
+                    f"fused=True: the state '{name}' of a parameter of shape {tuple(param.shape)} has shape "
+                    f"{tuple(value.shape)} and layout {value.layout}. Load a state that fits."
+                )
+            if value.stride() != param.stride():
+                state[name] = _laid_out_as(param, value)
+
+
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor that lies as the parameter does."""
+    with torch.no_grad():
+        return torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_watched(optim: Any) -> bool:

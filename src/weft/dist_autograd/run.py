@@ -32,7 +32,7 @@ from weft.dist_autograd.starts import Start, Starts, are_leaves, are_unwatched, 
 from weft.errors import PeerTimeoutError
 from weft.rpc.calls import LOOK_AGAIN, Answer, Call, Waiter
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
-from weft.rpc.failures import Failure, describe_failure
+from weft.rpc.failures import Failure
 
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
@@ -339,7 +339,7 @@ class Run:
 
     def note_error(self, error: BaseException) -> bool:
         """Note that this worker's part has failed; False when another one's had before."""
-        return self.fail(self.agent.info.id, describe_failure(error, self.agent.info))
+        return self.fail(self.agent.info.id, self.agent.packer.describe_failure(error, self.agent.info))
 
 
 def _is_on_cpu(batch: Batch) -> bool:

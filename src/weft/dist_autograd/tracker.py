@@ -13,7 +13,7 @@ from weft.dist_autograd.cuts import RecvCut, recorded, tie_received
 from weft.dist_autograd.messages import Batch
 from weft.dist_autograd.run import Abandoned, Run
 from weft.errors import BackwardError, StateError, WeftError
-from weft.rpc.failures import Failure, describe_failure
+from weft.rpc.failures import Failure
 from weft.rpc.tensors import Route
 from weft.rpc.tracking import Stub
 
@@ -129,7 +129,7 @@ class GraphTracker:
         """End what goes on in a context that ends: nobody will send it what it waits for."""
         for run in list(context.runs.values()):
             error = StateError(f"dist_autograd: context {context.id} ended while a backward went on in it.")
-            run.fail(self._agent.info.id, describe_failure(error, self._agent.info))
+            run.fail(self._agent.info.id, self._agent.packer.describe_failure(error, self._agent.info))
 
     def _on_reached(self, sender_id: int, context_id: int) -> None:
         """A worker has a context of this one's from a worker that is gone, and won't hear of its end."""
@@ -289,7 +289,7 @@ class GraphTracker:
             if peer_id in context.neighbours:
                 for run in list(context.runs.values()):
                     error = self._agent.peers[peer_id].lost_error("its part of a backward")
-                    failure = describe_failure(error, self._agent.info)
+                    failure = self._agent.packer.describe_failure(error, self._agent.info)
                     self._fail_open(run, self._agent.info.id, failure, but=peer_id)
             creator_id = context.id >> 48
             if creator_id == peer_id:

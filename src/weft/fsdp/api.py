@@ -25,14 +25,16 @@ from weft.fsdp.choose import (
 from weft.fsdp.group import ParamGroup
 from weft.fsdp.mesh import DataMesh, resolve_mesh, smaller_mesh
 from weft.fsdp.module import FSDPModule
+from weft.fsdp.pipelined import StageState
 from weft.fsdp.placement import place
 from weft.fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from weft.fsdp.pretrained import with_saving
 from weft.fsdp.settings import Settings
 from weft.fsdp.sharding import shard_parameter
 from weft.fsdp.state import ModuleState
 from weft.fsdp.tree import find_state
 from weft.fsdp.uneven import ShardedJoinable
-from weft.modules import attach, check_free, give_class, owners_below
+from weft.modules import attach, check_free, enter_state, give_class, owners_below, sharded_base
 
 FEATURE = "fully_shard"
 
@@ -127,7 +129,9 @@ def shard(
     state = ModuleState(modules, groups, policy, data.device, keeps_root_whole=keeps_root_whole)
     for module in modules:
         attach(module, feature, state)
-        give_class(module, ShardedJoinable, methods.__name__.removesuffix("Module"), methods)
+        enter_state(module, StageState(state))
+        prefix, first = methods.__name__.removesuffix("Module"), with_saving(type(module), methods)
+        give_class(module, ShardedJoinable, prefix, first, nominal=sharded_base())
     state.install()
     for group in groups:
         group.prepare()

@@ -18,9 +18,10 @@ from weft.errors import RefusedError
 from weft.fsdp.choose import Site
 from weft.fsdp.group import ParamGroup
 from weft.fsdp.param import ShardedParam
+from weft.fsdp.pipelined import StageState
 from weft.fsdp.state import ModuleState
 from weft.fsdp.tree import find_state
-from weft.modules import STATES_KEY
+from weft.modules import STATES_KEY, enter_state
 
 
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -53,6 +54,9 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         new = memo[id(part)]
         new.__class__ = cls
         new.__dict__[STATES_KEY] = {key: new_states.get(value, value) for key, value in kept.items()}
+        for state in kept.values():
+            if state in new_states:
+                enter_state(new, StageState(new_states[state]))
     for state, new_state in new_states.items():
         new_state.forward_prefetch = [new_states.get(other, other) for other in state.forward_prefetch]
         new_state.backward_prefetch = [new_states.get(other, other) for other in state.backward_prefetch]

@@ -1,7 +1,8 @@
-"""Parameters whose tensor class says itself what is gathered, and what becomes of it.
+"""Parameters whose tensor says itself what is gathered, and what becomes of it.
 
-A tensor subclass with `fsdp_pre_all_gather` gives the tensors that travel (8-bit values and a scale, say),
-and its `fsdp_post_all_gather` makes the whole parameter of what has arrived.
+Its `fsdp_pre_all_gather` gives the tensors that travel (8-bit values and a scale, say), and its
+`fsdp_post_all_gather` makes the whole parameter of what has arrived. A tensor subclass has these methods, or
+users set them on the local tensor of a sharded parameter.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class ExtendedParam:
     is_in_place = False
 
     def fits(self) -> bool:
-        """Whether the buffers still suit: there are none of its own."""
-        return True
+        """Whether the tensor still says what is gathered: users may take the methods off again."""
+        return self._param.is_extended
 
     def keep_up(self) -> None:
         """Nothing is kept of the parameter."""
@@ -63,7 +64,8 @@ class ExtendedParam:
     def _launch(self, name: str, *, keeps: bool) -> Handle[Any] | None:
         param = self._param
         given, metadata = self._ask(param)
-        flat = [tensor.contiguous().view(-1) for tensor in given]
+        device = self._data.device
+        flat = [tensor.to(device, non_blocking=True).contiguous().view(-1) for tensor in given]
         outs = [tensor.new_empty(tensor.numel() * self._data.shard_size) for tensor in flat]
         if keeps:
             self._sizes, self._metadata = [tensor.size() for tensor in given], metadata
@@ -82,23 +84,28 @@ class ExtendedParam:
         return handle.followed()
 
     def _ask(self, param: ShardedParam) -> tuple[Any, Any]:
-        local: Any = param.local.to(self._data.device, non_blocking=True)
-        num_args = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+        ask = self._find_method(param)
+        num_args = len(inspect.signature(ask).parameters)
         mesh = self._data.mesh
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
         if num_args == 1:
-            return local.fsdp_pre_all_gather(shard_mesh)
+            return ask(shard_mesh)
         if num_args != 5:
             raise RefusedError(
                 f"Invalid fsdp_pre_all_gather of parameter {param.name}: it takes {num_args} arguments. "
                 "Expects fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)."
             )
         shape = torch.Size(param.split.shape)
-        given, metadata = local.fsdp_pre_all_gather(
+        given, metadata = ask(
             shard_mesh, shape, contiguous_strides(shape), param.sites[0].module, self._policy
         )
         self._check_padding(param, given)
         return given, metadata
+
+    def _find_method(self, param: ShardedParam) -> Any:
+        """The tensor's own, on the device; one that was set by hand stays with the tensor it was set on."""
+        local: Any = param.local.to(self._data.device, non_blocking=True)
+        return getattr(local, "fsdp_pre_all_gather", None) or param.local.fsdp_pre_all_gather  # type: ignore[attr-defined]
 
     def _check_padding(self, param: ShardedParam, given: Any) -> None:
         """All ranks give as much, also those with a short piece or none."""
@@ -161,7 +168,7 @@ class ExtendedParam:
 
 
 def check_extension(param: ShardedParam) -> None:
-    """Raise for a parameter whose tensor class can't be gathered."""
+    """Raise for a parameter whose tensor can't be gathered."""
     if param.split.dim != 0 and param.split.num_ranks > 1:
         raise UnsupportedError(
             f"fully_shard: parameter {param.name} has fsdp_pre_all_gather and is cut along dim "

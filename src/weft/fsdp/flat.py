@@ -114,9 +114,11 @@ class FlatParams:
         return [param.local.data_ptr() for param in self.params]
 
     def fits(self) -> bool:
-        """Whether parameters have the dtypes and the device they had; if not, new buffers are needed."""
+        """Whether parameters have the dtypes and the device they had, and none says itself what is gathered
+        by now; if not, new buffers are needed.
+        """
         return all(
-            param.dtype == dtype and param.local.device == self._shard_device
+            param.dtype == dtype and param.local.device == self._shard_device and not param.is_extended
             for param, dtype in zip(self.params, self._dtypes, strict=True)
         )
 

@@ -11,6 +11,8 @@ parameters it used, must be the same on all.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.spread_packing import LARGE_PIECE_BYTES
 from weft.comm.traced import can_gather
-from weft.compiler import allow_in_graph, install, note_gathers, run_at_trace
+from weft.compiler import allow_in_graph, call_before_traces, install, note_gathers, run_at_trace
 from weft.fsdp.cargo import Cargo
 from weft.fsdp.division import plan_division
 from weft.fsdp.group import ParamGroup, Shown
@@ -159,10 +161,35 @@ def _cargos(stay: Stay) -> list[str]:
     return [load.cargo for load in stay.loads]
 
 
+class _Traceable(threading.local):
+    """The groups of this thread's models."""
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+
+
+_traceable = _Traceable()
+
+
+def keep_traceable(groups: Iterable[ParamGroup]) -> bool:
+    """Let others' graphs have these groups' parameters and gradients, an optimizer's above all.
+
+    False where nothing can be traced yet.
+    """
+    _traceable.groups.update(groups)
+    return call_before_traces(_make_traceable)
+
+
+def _make_traceable() -> None:
+    for group in list(_traceable.groups):
+        _give_own_storage(param for param in group.params if type(param.local) is torch.Tensor)
+
+
 def _give_own_storage(params: Iterable[ShardedParam]) -> None:
     """Let each piece be the start of a storage, in the same memory: torch traces no DTensors of others."""
     for param in params:
-        if param.local.storage_offset() != param.sharded.storage_offset():
+        is_elsewhere = param.local.storage_offset() != param.sharded.storage_offset()
+        if is_elsewhere and not param.is_extended:
             param.local = torch.from_dlpack(param.local)
         grad = param.sharded.grad
         if isinstance(grad, DTensor) and grad._local_tensor.storage_offset() != grad.storage_offset():

@@ -13,15 +13,16 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weft.comm.record import note
-from weft.errors import InternalError
+from weft.errors import InternalError, UnsupportedError
 from weft.fsdp.conductor import Conductor
 from weft.fsdp.extension import ExtendedParam
 from weft.fsdp.flat import FEATURE, FlatParams
 from weft.fsdp.group_gradients import GroupGradients
 from weft.fsdp.mesh import DataMesh
-from weft.fsdp.param import ShardedParam
+from weft.fsdp.param import ShardedParam, is_whole
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.settings import Settings
 
@@ -58,7 +59,7 @@ class ParamGroup(GroupGradients):
         self._served: list[Any] = []
         self._start_secs = 0.0  # of the gathering under way
         self._versions: list[int] = []
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, bool]] = []
 
     # Memory
 
@@ -73,15 +74,13 @@ class ParamGroup(GroupGradients):
             self._build()
 
     def _build(self) -> None:
+        parts = [ExtendedParam(param, self.data, self.policy) for param in self.params if param.is_extended]
+        plain = [param for param in self.params if not param.is_extended]
         self._renew_batches()
-        self._parts = []
-        plain: list[ShardedParam] = []
+        self._parts = list(parts)
         for param in self.params:
+            param.accumulated = param.take_gradient()  # of backwards that didn't reduce
             param.whole = None
-            if param.is_extended:
-                self._parts.append(ExtendedParam(param, self.data, self.policy))
-            else:
-                plain.append(param)
         if plain:
             self._parts.append(
                 FlatParams(plain, self.data, self.policy, self.settings, is_pinned=self.is_pinned)
@@ -129,6 +128,18 @@ class ParamGroup(GroupGradients):
         self.finish_whole()
         if not self.is_at_hand:
             raise InternalError(f"fully_shard: {self.name} was gathered and is not whole.")
+
+    def check_not_transformed(self) -> None:
+        """Raise where somebody has put parameters with tangents, or batches of them, in the modules."""
+        for param in self.params:
+            for slot, name in param.slots:
+                registered = slot[name]
+                if not isinstance(registered, DTensor) and not is_whole(registered):
+                    raise UnsupportedError(
+                        f"fully_shard: parameter {param.name} was replaced for a transform of torch.func or "
+                        "for forward-mode AD, and the gathered parameter would take its place. Give tangents "
+                        "to inputs only; differentiate by parameters in reverse mode."
+                    )
 
     def drop_stale(self) -> None:
         """Free whole parameters that were kept while the sharded ones were changed."""

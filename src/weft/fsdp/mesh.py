@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.group import resolve_group
+from weft.comm.simulated import check_one_rank
 from weft.errors import ConfigError, InternalError, RefusedError, UnfitError
 from weft.fsdp.default_mesh import default_mesh
 from weft.fsdp.policy import DataParallelMeshDims
+from weft.torch_private import check_torch
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,23 @@ class DataMesh:
         return [group for group in (self.shard_group, self.replicate_group) if group is not None]
 
     @cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of the mesh, of the world."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
+
+    @cached_property
+    def join_group(self) -> dist.ProcessGroup:
+        """One group of all ranks of the mesh, which run out of inputs together (weft.join).
+
+        Every rank of the mesh must ask for it alike: on a mesh of two axes the first time may make the group.
+        """
+        for group in (*self.groups, resolve_group(None)):
+            if self.ranks == frozenset(dist.get_process_group_ranks(group)):
+                return group
+        made = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+        return cast(dist.ProcessGroup, made)
+
+    @cached_property
     def other_axes(self) -> tuple[list[int], list[int]]:
         """The axes of `spmd_mesh` that don't share data: left of the first shard axis, and right of it."""
         if self.dims is None or self.spmd_mesh is None or not self.dims.shard_names:
@@ -117,8 +137,11 @@ def resolve_mesh(
     Every rank of the mesh must call it, since it may make groups. Raises ConfigError for meshes that
     can't be used, StateError where no world is there.
     """
+    check_torch()
     if mesh is None:
         mesh = default_mesh("replicate" if replicate_only else None)
+    if mesh.size() > 1:
+        check_one_rank("replicate" if replicate_only else "fully_shard")
     check_mesh(mesh, dims, replicate_only=replicate_only)
     if dims is not None:
         return _resolve_named(mesh, dims)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -15,9 +16,12 @@ from weft.fsdp.copying import copy_sharded
 from weft.fsdp.group import ParamGroup
 from weft.fsdp.hooked import register_hook
 from weft.fsdp.mesh import smaller_mesh
+from weft.fsdp.pipelined import GradientReductionHandle, finalize, set_finalized_by_call
 from weft.fsdp.reduce import gradient_batches
 from weft.fsdp.state import ModuleState, check_has_values
 from weft.fsdp.tree import find_state
+from weft.fsdp.unset_buffers import fill_unset, find_meta_buffers
+from weft.modules import Prepared
 
 
 class UnshardHandle:
@@ -33,7 +37,7 @@ class UnshardHandle:
             group.finish_whole()
 
 
-class FSDPModule:
+class FSDPModule(Prepared):
     """A module whose parameters are sharded. `fully_shard` makes one of any module, in place."""
 
     _weft_own_class: type  # what it was before
@@ -87,11 +91,41 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for torch's sake: each backward waits for its own reductions here, last or not."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Have a step's backwards ended by `finalize_backward`. Call it on the root, before forward."""
+        set_finalized_by_call(state_of(self), enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what the step's backwards have added up on this rank, as pipelines do behind the last one.
+
+        Call it on the root, on every rank, once gradients are to be reduced again. Raises StateError without
+        `set_manual_backward_finalization(True)`. Returns, with `async_op` too, when gradients are reduced.
+        """
+        finalize(state_of(self))
+        return GradientReductionHandle() if async_op else None
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward, or add them up on this rank until a backward that does."""
         for group in _groups_of(self, recurse=recurse):
             group.settings.reduces = requires_gradient_sync
             group.settings.reduces_replicas = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Generator[None]:
+        """Add gradients up on this rank in backwards made within, for the next one outside to reduce.
+
+        It holds for sharded modules inside, too; gradients are kept whole until then. With `enabled=False`
+        it changes nothing, so that a loop can say when: `no_sync(step % 4 != 3)`.
+        """
+        settings = [group.settings for group in _groups_of(self)]
+        before = [(one.reduces, one.reduces_replicas) for one in settings]
+        if enabled:
+            self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for one, (reduces, reduces_replicas) in zip(settings, before, strict=True):
+                one.reduces, one.reduces_replicas = reduces, reduces_replicas
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With hybrid sharding: reduce over the replicas too, or keep this shard's sum until a backward that
@@ -233,6 +267,13 @@ class FSDPModule:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in state_of(self).groups:
             group.prepare()
+        return result
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Make room on a device, without values. Buffers that no state dict sets must be set by hand."""
+        places = find_meta_buffers(cast("nn.Module", self))
+        result = super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        state_of(self).unset_buffers += fill_unset(places)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as AxisPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weft import comm
-from weft.errors import ConfigError, RefusedError, UnsupportedError
+from weft.errors import ConfigError, RefusedError, UnfitError, UnsupportedError
 from weft.fsdp.mesh import DataMesh
 from weft.tensors import local_of, make_spec
 
@@ -111,11 +112,25 @@ def check_parameter(name: str, param: nn.Parameter, data: DataMesh) -> None:
             f"Expects the parameter to already be moved to device {data.device} but got {param.device} for "
             f"'{name}'."
         )
+    if isinstance(param, DTensor) and data.dims is None:
+        _check_beside(name, param.device_mesh, data.mesh)
     if not param.is_contiguous():
         raise UnsupportedError(
             f"FSDP does not support non-contiguous parameters yet: param.shape={param.shape} "
             f"param.stride()={param.stride()}. Make '{name}' contiguous before fully_shard: "
             "param.data = param.data.contiguous()."
+        )
+
+
+def _check_beside(name: str, have: DeviceMesh, data_mesh: DeviceMesh) -> None:
+    """Raise for a parameter that is distributed over the ranks of the data mesh already."""
+    ranks = sorted({*have.mesh.flatten().tolist()} & {*data_mesh.mesh.flatten().tolist()})
+    if have == data_mesh or len(ranks) > 1:
+        raise UnfitError(
+            f"parameter '{name}' is a DTensor on ranks {ranks} already, which are to share it now. If "
+            "fully_shard was applied to a module around this one: apply it to the inner modules first and to "
+            "the outer one last, which leaves out what the inner ones have. If the parameter was distributed "
+            "otherwise: do that over another axis of the mesh, or name the axes in dp_mesh_dims."
         )
 
 

@@ -90,6 +90,17 @@ class Batch:
             return 0
         return bits_of(param.bit for at, param in enumerate(self.params) if self.partial_had >> at & 1)
 
+    def take_partial(self) -> tuple[torch.Tensor | None, int]:
+        """What waits to be reduced over the replicas, if it is now, and which parameters have a part in it.
+
+        It goes with the reduction that is being launched: nothing waits any more, so nobody launches another.
+        """
+        if not self.settings.reduces_replicas:
+            return None, 0
+        taken = (self.partial, self.partial_had)
+        self.partial, self.partial_had = None, 0
+        return taken
+
     def all_bits(self) -> int:
         """A bit for each parameter."""
         if not self._bits or self._first_bit != self.params[0].bit:
@@ -158,6 +169,7 @@ class Reduction:
         self._division = batch.division()
         self._shards = batch.room() if self._is_direct() else None
         self._out = batch.spare() if self._shards is None else self._shards.flat
+        self._partial, self._partial_had = batch.take_partial()
         self._handle = self._launch(self._prepare(grads))
         self._is_scattered = False
         self.is_partial = False
@@ -257,10 +269,10 @@ class Reduction:
             batch.partial_had |= bits
             self.is_partial = True
             return
-        if batch.partial is not None:
-            self._out.add_(batch.partial)
-            self.had = [bool((batch.partial_had | bits) >> at & 1) for at in range(len(self.had))]
-            batch.partial, batch.partial_had = None, 0
+        if self._partial is not None:
+            self._out.add_(self._partial)
+            self.had = [bool((self._partial_had | bits) >> at & 1) for at in range(len(self.had))]
+            self._partial = None
         if batch.settings.comm_hook is None:
             self._handle = comm.all_reduce(
                 self._out,

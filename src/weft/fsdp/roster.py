@@ -39,12 +39,15 @@ class Roster:
         self._whole_places, self._wholes = [], []
         self._versions = None
 
-    def addresses(self) -> list[int]:
-        """Where the registered parameters' local tensors lie; -1 for what is no DTensor."""
+    def addresses(self) -> list[tuple[int, bool]]:
+        """Where the registered parameters' local tensors lie, and whether these say themselves what is
+        gathered; -1 for what is no DTensor.
+        """
         try:
-            return [slot[name]._local_tensor.data_ptr() for slot, name in self._homes]
+            tensors = [slot[name]._local_tensor for slot, name in self._homes]
         except AttributeError:
-            return [-1]
+            return [(-1, False)]
+        return [(tensor.data_ptr(), hasattr(tensor, "fsdp_pre_all_gather")) for tensor in tensors]
 
     def versions(self) -> list[int]:
         """Numbers that go up when a parameter is changed in place."""

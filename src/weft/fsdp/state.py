@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.autograd import current_backward, traced_inside_only
+from weft.autograd import (
+    current_backward,
+    told_of_backward,
+    traced_inside_only,
+)
+from weft.comm.transforms import beside_transforms, is_transformed, unwrapped
 from weft.compiler import is_tracing
 from weft.errors import StateError
 from weft.fsdp.graph_side import GraphSide
@@ -22,6 +27,7 @@ from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.policy import MixedPrecisionPolicy
 from weft.fsdp.state_dict import make_copyable
 from weft.fsdp.tree import Tree, plant_tree
+from weft.fsdp.unset_buffers import UnsetBuffer, check_set
 from weft.tensors import find_tensors, map_tensors
 
 
@@ -44,12 +50,14 @@ class ModuleState:
         self.keeps_root_whole = keeps_root_whole  # nothing was said about reshard_after_forward
         self.tree: Tree | None = None
         self.is_root: bool | None = None
+        self.is_finalized_by_call = False  # a step's backwards end with finalize_backward()
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         # For each forward under way (a module may call itself): what was being handled when it began.
         self._running: list[BaseException | None] = []
         self._still_to_run: set[nn.Module] = set()  # of several modules, in a forward that has begun
         self._handles: list[Any] = []
+        self.unset_buffers: list[UnsetBuffer] = []  # to be set before the first forward
         self.graph = GraphSide(self)
 
     def install(self) -> None:
@@ -90,6 +98,7 @@ class ModuleState:
         for group in self.groups:
             group.prepare()
             check_has_values(group)
+        check_set(self.unset_buffers)
 
     # Forward
 
@@ -131,17 +140,33 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same outside of graphs."""
-        tree = self.ready()
         is_recomputed = current_backward() is not None
-        if is_recomputed:
-            tree.enter_backward()
-        elif tree.forward_root is None:
-            tree.begin_forward(self)
+        is_first = not self._still_to_run and not self._running
+        with beside_transforms("fully_shard"):
+            tree = self._enter_forward(is_first=is_first, is_recomputed=is_recomputed)
         # The outermost one's, also when it runs again in backward, with the inputs it had.
         is_outermost = tree.forward_root is self or (is_recomputed and self.is_root)
         if is_outermost and self.device.type != "cpu":
             args, kwargs = map_tensors(self._moved, args), map_tensors(self._moved, kwargs)
-        is_first = not self._still_to_run and not self._running
+        args, kwargs = self._cast_inputs(args, kwargs)
+        # Under forward-mode AD backward comes by the tangents as well: it leaves the module when it is over.
+        if is_first and torch.is_grad_enabled() and self.groups and not is_transformed():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _enter_forward(self, *, is_first: bool, is_recomputed: bool) -> Tree:
+        """A forward of the module begins: its parameters become whole."""
+        if is_transformed():
+            for group in self.groups:
+                group.check_not_transformed()
+        tree = self.ready()
+        if self.unset_buffers:
+            check_set(self.unset_buffers)
+            self.unset_buffers.clear()
+        if is_recomputed:
+            tree.enter_backward()
+        elif tree.forward_root is None:
+            tree.begin_forward(self)
         if not is_recomputed:
             self._running.append(sys.exception())
         if is_first and not is_recomputed:
@@ -149,15 +174,12 @@ class ModuleState:
                 group.drop_stale()
         if is_first and len(self.modules) > 1:
             self._still_to_run = set(self.modules)
-        args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.groups:
             group.need_whole()
         for state in self.forward_prefetch:
             for group in state.groups:
                 group.start_whole()
-        if is_first and torch.is_grad_enabled() and self.groups:
-            args, kwargs = self._watch_inputs(args, kwargs)
-        return args, kwargs
+        return tree
 
     @traced_inside_only
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -183,14 +205,16 @@ class ModuleState:
             # No backward will free the root: an optimizer made now must find sharded parameters.
             frees_all = self.keeps_root_whole and not torch.is_grad_enabled()
             output = self._kept_from_freeing(output, frees_all=frees_all)
-            for group in self.groups:
-                group.reshard_after_forward()
-                if frees_all:
-                    group.reshard()
+            with beside_transforms("fully_shard"):
+                for group in self.groups:
+                    group.reshard_after_forward()
+                    if frees_all:
+                        group.reshard()
         if torch.is_grad_enabled():
-            self._watch_outputs(output)
+            output = self._watch_outputs(output)
         if is_last and tree.forward_root is self:
-            tree.end_forward()
+            with beside_transforms("fully_shard"):
+                tree.end_forward()
         return self._cast_output(output)
 
     def _has_failed(self, tree: Tree) -> bool:
@@ -212,6 +236,7 @@ class ModuleState:
             return output
 
         def lies_there(tensor: torch.Tensor) -> bool:
+            tensor = unwrapped(tensor)
             is_plain = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
             return is_plain and tensor.untyped_storage().data_ptr() in freed
 
@@ -298,16 +323,20 @@ class ModuleState:
 
     @traced_inside_only
     def _entering(self, _: torch.Tensor) -> None:
-        self.before_backward()
+        with beside_transforms("fully_shard"):
+            self.before_backward()
 
-    def _watch_outputs(self, output: Any) -> None:
+    def _watch_outputs(self, output: Any) -> Any:
         """Let the outputs tell when backward comes to the module."""
+        if is_transformed():
+            return map_tensors(lambda tensor: told_of_backward(tensor, self._entering), output)
         for tensor in (output,) if type(output) is torch.Tensor else find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._entering)
                 if tensor._base is not None and tensor._base.grad_fn is not None:
                     # A view that is changed in place loses its hooks; what it is a view of doesn't.
                     tensor._base.register_hook(self._entering)
+        return output
 
 
 class _Leaving(torch.autograd.Function):

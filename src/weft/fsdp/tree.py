@@ -18,6 +18,7 @@ from torch import nn
 from weft.autograd import announce_gradients, current_backward, on_backward_end, traced_inside_only
 from weft.errors import ConfigError, StateError
 from weft.fsdp.conductor import Conductor
+from weft.fsdp.graph_side import keep_traceable
 from weft.fsdp.group import ParamGroup, Shown
 from weft.fsdp.param import ShardedParam
 from weft.fsdp.reductions import Reductions
@@ -40,6 +41,7 @@ class Tree:
         self.conductors: list[Conductor] = []
         self.forward_root: ModuleState | None = None
         self.is_in_backward = False
+        self._is_traceable = False
         self._end_callback: weakref.ref[Any] | None = None
         self._by_conductor: dict[Conductor, tuple[list[ParamGroup], int]] = {}
         self._kept: dict[Conductor, int] = {}  # groups that every rank has whole
@@ -180,6 +182,8 @@ class Tree:
         for state in self.states:
             state.end_backward()
         self.is_in_backward = False
+        # Now there is something to step. Said after each backward: torch.compiler.reset() forgets it.
+        self._is_traceable = keep_traceable(() if self._is_traceable else self._groups)
 
     def abandon_forward(self) -> None:
         """An exception ends the forward. Gradients of earlier ones stay."""

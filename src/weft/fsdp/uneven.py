@@ -54,14 +54,15 @@ class ShardedJoinable(Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group whose ranks join."""
-        groups = {group for part in _groups(_root_state(self)) for group in part.data.groups}
-        if len(groups) != 1:
+        """The group whose ranks join: all that share the model's data, over both axes of a hybrid mesh."""
+        meshes = [part.data for part in _groups(_root_state(self))]
+        if any(mesh.ranks != meshes[0].ranks for mesh in meshes):
             raise ConfigError(
-                "Join needs one group of ranks, and this model is sharded over a mesh of two axes or over "
-                "several meshes. Shard it over one axis to use uneven inputs."
+                "Join needs one set of ranks, and the parts of this model are sharded over meshes of "
+                f"different ranks: {sorted({tuple(sorted(mesh.ranks)) for mesh in meshes})}. Shard all of it "
+                "over meshes of the same ranks to use uneven inputs."
             )
-        return groups.pop()
+        return meshes[0].join_group
 
 
 class ShardedJoinHook(JoinHook):

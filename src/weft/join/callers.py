@@ -5,11 +5,11 @@ Both come through the same torch.distributed functions, so the stack is what tel
 apart. A call belongs to a Joinable when
 
 * it came through the door under the name of a part of weft, or
-* a part of weft called the user's function that made it, a gradient hook say; but not a
+* a strategy of weft called the user's function that made it, a gradient hook say; but not a
   model's forward, whose calls are the user's own, or
 * a method of a Joinable of the user's, or of its hook, is on the stack.
 
-The private places of torch that are known here, watched by tests/unit/test_join_callers.py: the
+The private places of torch that are known here, watched by tests/join/test_shadow.py: the
 file of SyncBatchNorm's autograd function, and the names of c10d's object collectives.
 """
 
@@ -46,8 +46,12 @@ _OBJECT_CALLS = frozenset(
 )
 _TORCH = str(Path(torch.__file__).parent)
 _WEFT = f"{Path(__file__).parent.parent}{os.sep}"
-# Parts of weft through which a call comes whoever made it, and those that call a user's whole program.
-_NEUTRAL = ("comm", "join", "launcher", "testing", "training")
+# Parts of weft that call a user's function within a step: a gradient hook, a hook of autograd, an optimizer.
+# What other parts call, a command or a launcher, may be the user's whole program.
+_STRATEGIES = (
+    *("autograd", "comm_hooks", "compiler", "data_parallel", "fsdp", "modules", "optimizers"),
+    "tensor_parallel",
+)
 
 
 class Origin(Enum):
@@ -112,7 +116,7 @@ class Callers:
             elif code.co_filename == _C10D:
                 moves_objects |= code.co_name in _OBJECT_CALLS
             elif code.co_filename.startswith(_WEFT):
-                if code.co_name != "forward" and _part_of(code.co_filename) not in _NEUTRAL:
+                if code.co_name != "forward" and _part_of(code.co_filename) in _STRATEGIES:
                     return Caller(Origin.COVERED, is_through_door)
             elif not code.co_filename.startswith(_TORCH) and self._is_owners(frame):
                 return Caller(Origin.COVERED, is_through_door)

@@ -32,6 +32,8 @@ METHODS: dict[str, str] = {
     "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
     "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter_tensor",

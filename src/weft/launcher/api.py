@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any, Literal
 
 from weft.comm import desync_check as checking
-from weft.launcher.backends import check_backend, default_local_backend
+from weft.launcher.backends import announce_engine, resolve_local_engine
 from weft.launcher.options import check_function, check_kind, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
 from weft.launcher.pool import RankPool
 from weft.launcher.threads import run_threads
+from weft.torch_private import check_torch
 
 
 def launch(
@@ -37,7 +38,9 @@ def launch(
     notebooks. They share the process: its random generator (ranks draw from one stream, in whatever
     order they come), its environment variables, its modules, and the arguments themselves.
 
-    `backend`: as for init_process_group; by default "weft" on Linux and "gloo" elsewhere.
+    `backend`: as for init_process_group; by default "cpu:gloo,cuda:nccl" for processes with a GPU each, else
+    "weft" on Linux and "gloo" elsewhere. A line on stderr says which and why. "nccl" works with fewer GPUs
+    than ranks too, slowly, for tests.
     `timeout`: seconds for the whole run, from the moment that all ranks are ready; None for no limit.
     `collective_timeout`: seconds that one collective may wait for its peers.
     `grace`: seconds that ranks get to end by themselves after another has failed.
@@ -49,19 +52,21 @@ def launch(
     can't be killed: the error then says that it still runs. `sys.exit(0)` in `fn` counts as returning
     None; any other exit code is a failure, and so is `os._exit`.
     """
+    check_torch()
     check_function(fn, "launch")
     check_ranks(ranks, "launch")
     check_kind(kind, "launch")
-    check_timeouts("launch", timeout=timeout, collective_timeout=collective_timeout, grace=grace)
-    backend = backend or default_local_backend()
-    check_backend(backend, "launch")
-    if desync_check:
-        fn = partial(_run_checked, fn)
+    check_timeouts("launch", collective_timeout=collective_timeout, grace=grace)
+    if timeout is not None:
+        check_timeouts("launch", timeout=timeout)
+    choice = resolve_local_engine(backend, ranks, "launch", are_threads=kind == "thread")
+    fn = partial(_run_checked, fn) if desync_check else fn
     if kind == "thread":
+        announce_engine(ranks, choice)
         return run_threads(
             lambda: fn(*args, **(kwargs or {})),
             ranks,
-            backend=backend,
+            backend=choice.backend,
             timeout_secs=timeout,
             collective_timeout_secs=collective_timeout,
             grace_secs=grace,

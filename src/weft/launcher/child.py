@@ -24,6 +24,7 @@ from multiprocessing.connection import wait as wait_readable
 
 import torch
 
+from weft.launcher.backends import prepare_nccl, uses_nccl
 from weft.launcher.payload import decode_call, encode_exception, encode_result, publish_main
 from weft.launcher.report import exception_failure
 from weft.launcher.stacks import DUMP_SIGNAL
@@ -41,6 +42,7 @@ from weft.launcher.wire import (
 )
 from weft.launcher.world import abort_groups, destroy_groups, init_default_group
 from weft.rpc.registry import end_worker
+from weft.trust import JobSecret, enter_world, install_secret
 
 # A rank that has returned keeps its groups this long for peers that are about to return too:
 # closing a connection discards what the peer has not read yet. Not longer, so that a peer that
@@ -68,14 +70,18 @@ def main(argv: list[str]) -> None:
 
 
 def die_with_launcher(lifeline_fd: int) -> None:
-    """See to it that this process ends when the pipe's other end is closed.
+    """See to it that this process and those that it starts end when the pipe's other end is closed.
 
     On Linux the kernel does it, by sending SIGKILL in place of SIGIO: that also ends a rank
     that is stopped, or in a native call that holds the interpreter lock. PR_SET_PDEATHSIG is
-    no alternative: it fires when the launcher's *thread* ends, which a pool outlives.
+    no alternative: it fires when the launcher's *thread* ends, which a pool outlives, and
+    spares the rank's own children. The signal goes to the rank's process group, so it reaches
+    all of them but those that left the group, such as daemons.
     """
+    # A rank leads its group from the start; a process that does not must not end its neighbours.
+    owner = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, owner)
         fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         # The launcher may have gone while this interpreter was starting.
@@ -85,7 +91,7 @@ def die_with_launcher(lifeline_fd: int) -> None:
 
         def exit_at_end_of_pipe() -> None:
             os.read(lifeline_fd, 1)
-            os._exit(1)
+            os.kill(owner, signal.SIGKILL)  # of a group, where the number is negative
 
         threading.Thread(target=exit_at_end_of_pipe, daemon=True).start()
 
@@ -105,6 +111,9 @@ class RankChild:
         meet = receive_message(self._control)
         if not isinstance(meet, Meet):
             return  # the launcher has given up
+        self._secret = JobSecret(meet.secret)
+        self._is_secret_given = meet.is_given
+        install_secret(self._secret)
         self._store = connect_store(meet.store_port)
         self._send(Ready())
         while (message := receive_message(self._control)) is not None:
@@ -132,6 +141,10 @@ class RankChild:
         if os.getcwd() != job.working_dir:
             os.chdir(job.working_dir)
         os.environ["MASTER_PORT"] = str(job.master_port)
+        enter_world(job.store_corner)
+        if not self._is_secret_given:
+            # Values of earlier jobs can be replayed in the store; sealed with another secret they are void.
+            install_secret(self._secret.derive_secret(job.store_corner))
         torch.manual_seed(self._fresh_seed)
 
     def _run(self, job: Job) -> bytes:
@@ -139,6 +152,12 @@ class RankChild:
         fn, args, kwargs = decode_call(job.call)
         publish_main(fn)
         corner = corner_of(self._store, job.store_corner, timeout)
+        num_gpus = torch.cuda.device_count()
+        if uses_nccl(job.backend) and num_gpus > 0:
+            # Before the group is made: nccl binds to the current device.
+            torch.cuda.set_device(self._rank % num_gpus)
+            shares_gpu = self._num_ranks > num_gpus
+            prepare_nccl(job.backend, self._rank, shares_gpu=shares_gpu, is_one_host=True)
         init_default_group(job.backend, corner, self._rank, self._num_ranks, timeout)
         try:
             result = fn(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, ConfigTypeError
+
+_MAX_SECS = 1e9  # thirty years; Python's and torch's waits overflow at some hundred years
 
 
 def check_function(fn: object, asker: str) -> None:
@@ -25,8 +27,15 @@ def check_kind(kind: object, asker: str) -> None:
         raise ConfigError(f"{asker}: kind must be 'process' or 'thread'; got {kind!r}.")
 
 
-def check_timeouts(asker: str, **timeouts: float | None) -> None:
-    """Check durations, by the names that the user knows them by; None means no limit."""
+def check_timeouts(asker: str, **timeouts: object) -> None:
+    """Check durations, by the names that the user knows them by."""
     for name, seconds in timeouts.items():
-        if seconds is not None and (isinstance(seconds, bool) or not seconds > 0):
-            raise ConfigError(f"{asker}: {name} is in seconds and must be greater than 0; got {seconds!r}.")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
+            raise ConfigTypeError(
+                f"{asker}: {name} is a number of seconds; got {type(seconds).__qualname__} {seconds!r:.100}."
+            )
+        if not 0 < seconds <= _MAX_SECS:  # which a NaN is not either
+            raise ConfigError(
+                f"{asker}: {name} is in seconds and must be greater than 0 and at most {_MAX_SECS:g}; "
+                f"got {seconds!r}."
+            )

@@ -57,14 +57,16 @@ def publish_main(fn: object) -> None:
     """Put what came by value from the launcher's `__main__` into the rank's own.
 
     User code that pickles by name (all_gather_object, a DataLoader's workers) then finds its classes where
-    they say they are.
+    they say they are. So does torch.compile what functions of `__main__` use: it looks up the globals of a
+    function that it inlines in the function's module, imports included.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
     namespace: dict[str, Any] = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__globals__", {})
     main = sys.modules["__main__"]
+    is_of_main = namespace.get("__name__") == "__main__"
     for name, value in namespace.items():
-        if getattr(value, "__module__", None) == "__main__":
+        if getattr(value, "__module__", None) == "__main__" or (is_of_main and not name.startswith("__")):
             setattr(main, name, value)
 
 

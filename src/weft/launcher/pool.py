@@ -8,7 +8,6 @@ its owner makes another.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import threading
 import time
@@ -17,14 +16,15 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import ConfigError, LaunchError, StateError
-from weft.launcher.backends import check_backend, default_local_backend
+from weft.launcher.backends import announce_engine, resolve_local_engine
 from weft.launcher.job import JobRun
 from weft.launcher.options import check_function, check_ranks, check_timeouts
 from weft.launcher.payload import encode_call
 from weft.launcher.process import LOOK_SECS, RankProcess, wait_for_messages
 from weft.launcher.report import RankFailure, describe_exit, launch_error
-from weft.launcher.stores import Store, free_port, host_store
+from weft.launcher.stores import Store, free_port, host_store, loopback_host
 from weft.launcher.wire import Job, Meet, Ready
+from weft.trust import given_secret, make_secret
 
 _START_SECS = 180.0
 _EXIT_SECS = 5.0
@@ -50,14 +50,15 @@ class RankPool:
         self._num_jobs = 0
         self._store: Store | None = None
         self._processes: list[RankProcess] = []
-        secret = os.environ.get("WEFT_RPC_SECRET") or secrets.token_hex(32)
+        given = given_secret()
+        secret = given or make_secret()
         try:
             for rank in range(ranks):
-                self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks, secret)))
+                self._processes.append(RankProcess(rank, ranks, rank_environment(rank, ranks)))
             # The launcher hosts the store, so that it outlives every rank.
             self._store, port = host_store()
             for process in self._processes:
-                process.send(Meet(port), _START_SECS)
+                process.send(Meet(port, secret.reveal(), given is not None), _START_SECS)
             self._wait_ready()
         except BaseException:
             self.kill()
@@ -107,18 +108,20 @@ class RankPool:
         self, call: bytes, *, backend: str | None, timeout: float | None, collective_timeout: float
     ) -> list[Any]:
         """Run a call that payload.encode_call has pickled; else as `run`."""
-        backend = backend or default_local_backend()
-        check_backend(backend, "RankPool.run")
-        check_timeouts("RankPool.run", timeout=timeout, collective_timeout=collective_timeout)
+        choice = resolve_local_engine(backend, self._num_ranks, "RankPool.run")
+        check_timeouts("RankPool.run", collective_timeout=collective_timeout)
+        if timeout is not None:
+            check_timeouts("RankPool.run", timeout=timeout)
         with self._lock:
             if not self.is_usable:
                 raise StateError(
                     "RankPool.run: the pool is closed, or one of its ranks has died. Start another one."
                 )
+            announce_engine(self._num_ranks, choice)
             self._num_jobs += 1
             job = Job(
                 call=call,
-                backend=backend,
+                backend=choice.backend,
                 collective_timeout_secs=collective_timeout,
                 store_corner=f"job {self._num_jobs}",
                 master_port=free_port(),
@@ -189,16 +192,15 @@ class RankPool:
         return launch_error(failures, len(self._processes))
 
 
-def rank_environment(rank: int, ranks: int, secret: str) -> dict[str, str]:
-    """The environment of a process-rank: this process's, with what torchrun would add, and RPC's secret."""
+def rank_environment(rank: int, ranks: int) -> dict[str, str]:
+    """The environment of a process-rank: this process's, and torchrun's variables. It has no secret."""
     env = dict(os.environ)
     env.update(
         RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",  # MASTER_PORT comes with each job
-        WEFT_RPC_SECRET=secret,
+        MASTER_ADDR=loopback_host(),  # MASTER_PORT comes with each job
     )
     # Under torchrun this says that its agent hosts the store; for our MASTER_PORT nobody does.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -4,8 +4,8 @@ The rank is a fresh interpreter and never a fork or a re-import of the user's ma
 module, so a script needs no `__main__` guard. Three channels join the two:
 
     control    a socket pair with wire.py's messages
-    lifeline   a pipe that nobody writes to: when the launcher is gone, by whatever
-               death, the kernel closes it and kills the rank (see child.py)
+    lifeline   a pipe that nobody writes to: when the launcher is gone, by whatever death,
+               the kernel closes it and kills the rank and its children (see child.py)
     stacks     a pipe on which the rank's faulthandler writes
 """
 

@@ -19,16 +19,22 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class Meet:
-    """Where the store is in which the ranks meet. Ranks start while the launcher is still making it."""
+    """The port of the store in which the ranks meet. Ranks start while the launcher is still making it.
+
+    `secret` (weft.trust) is sent in this message only: it is in no environment, argument list or file.
+    """
 
     store_port: int
+    secret: bytes = field(repr=False)
+    # From WEFT_SECRET_FILE: ranks of other launchers use it too, so it is the same for each job.
+    is_given: bool
 
 
 @dataclass(frozen=True)

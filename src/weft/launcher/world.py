@@ -51,6 +51,7 @@ class RankWorld:
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
         self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
         self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
+        self.pg_flight_recorder_hooks: dict[dist.ProcessGroup, Any] = {}  # torch 2.15
         self.comms: list[Any] = []
 
     @property
@@ -212,6 +213,10 @@ def _patch(undo: ExitStack) -> None:
         return "threaded" if group is None and is_rank_thread() else real_get_backend(group)
 
     undo.enter_context(_attribute(device_mesh, "get_backend", get_backend))
+    # Imported while no rank's world is entered: functions in it have `group=group.WORLD` as a default, which
+    # would hold the group of the rank that imported it first. That group was then never destroyed: on gloo
+    # its peers' threads waited until the process exited, and aborted it.
+    importlib.import_module("torch.distributed.tensor.debug")
     # Imported now, since it takes a second, which process-ranks should not pay when they start.
     sharding: Any = importlib.import_module("torch.distributed.tensor._sharding_prop")
     if hasattr(sharding.ShardingPropagator, "_fake_mode_lock"):

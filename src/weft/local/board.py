@@ -187,7 +187,9 @@ class Board:
         at = rank * _LINE_BYTES + _STATE_AT
         _, is_timeout, length, text = _STATE.unpack_from(self._bytes, at)
         ranks, _, words = text[:length].decode(errors="replace").partition(":")
-        return Reason(words, tuple(map(int, ranks.split())), bool(is_timeout))
+        known = {str(rank): rank for rank in range(self.size)}  # the text may be truncated, or damaged
+        blamed = tuple(known[word] for word in ranks.split() if word in known)
+        return Reason(words, blamed, bool(is_timeout))
 
     def set_state(self, state: RankState, reason: Reason | None = None) -> None:
         """Say how this rank is, and wake everyone to see it."""

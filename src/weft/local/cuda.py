@@ -28,7 +28,7 @@ from weft.local.board import Place
 from weft.local.cuda_driver import HANDLE_BYTES, DeviceBuffer
 from weft.local.memory import Share, copy_around, plan_share, segment_place
 from weft.local.roster import Roster
-from weft.local.segment import MappedSegments, Segment, own_segment
+from weft.local.segment import MappedSegments, Segment, own_segment, part_of
 from weft.local.windows import Scratch, TensorWindow, Window
 from weft.local.work import LocalWork
 
@@ -141,16 +141,18 @@ class CudaMemory:
         if member.is_thread_here:
             memory = _slips_here[place.segment_id].buffer.tensor()
         else:
-            memory = self._open(self._mapped.get(place.segment(member.pid), member.global_rank))
-        tensor = memory[place.start :][: numel * dtype.itemsize].view(dtype)
+            page = self._mapped.get(place.segment(member.pid), member.global_rank)
+            memory = self._open(page, member.global_rank)
+        tensor = part_of(memory, place.start, numel * dtype.itemsize, member.global_rank).view(dtype)
         if tensor.device == self._device:
             return TensorWindow(tensor)
         return _FarWindow(tensor, self.scratch)
 
-    def _open(self, page: Segment) -> torch.Tensor:
+    def _open(self, page: Segment, rank: int) -> torch.Tensor:
         key = (page.name.pid, page.name.segment_id)
         memory = self._opened.get(key)
         if memory is None:
+            part_of(page.tensor, 0, _SLIP.size, rank)  # raises where the page is too short
             handle, num_bytes = _SLIP.unpack_from(page.memory)
             memory = self._opened[key] = cuda_driver.open_device_memory(handle, num_bytes, self._device)
         return memory

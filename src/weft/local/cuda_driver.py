@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.errors import ConfigError, StateError
+from weft.errors import ConfigError, StateError, TamperedError
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -96,7 +96,10 @@ def free_buffers(buffers: Sequence[DeviceBuffer]) -> None:
 
 
 def open_device_memory(handle: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Device memory of another process, as bytes. Closed with the last tensor that uses it."""
+    """Device memory of another process, as bytes. Closed with the last tensor that uses it.
+
+    Raises TamperedError where it has fewer bytes than the peer published.
+    """
     address = ctypes.c_uint64()
     raw = _IpcHandle.from_buffer_copy(handle)
     with torch.cuda.device(device):
@@ -107,6 +110,13 @@ def open_device_memory(handle: bytes, num_bytes: int, device: torch.device) -> t
         )
         array = _DeviceArray(address.value, num_bytes)
         weakref.finalize(array, _close, address.value, device).atexit = False
+        there = ctypes.c_size_t()
+        code = _driver().cuMemGetAddressRange_v2(None, ctypes.byref(there), address)
+        if num_bytes < 1 or (code == 0 and num_bytes > there.value):
+            raise TamperedError(
+                f"CUDA: another rank published {num_bytes} bytes of its memory, which has {there.value}. "
+                "It was not used: a program of this user wrote into the group's shared memory."
+            )
         return torch.as_tensor(array)
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import ConfigError, PeerError
+from weft.errors import ConfigError, PeerError, StateError
+from weft.trust import MEMORY_NAME, seal_memory
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
@@ -52,13 +53,44 @@ def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in _FUTEX_NUMBER
 
 
+def find_obstacle() -> str | None:
+    """Why process ranks of the local group can't run here; None where they can."""
+    if not is_supported():
+        return f"it needs Linux (futex and memfd), and this is {sys.platform} on {platform.machine()}"
+    if not os.path.exists("/proc/self/fd"):
+        return "it needs /proc, which is not mounted here"
+    try:
+        fd = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # not forbidden, only used up
+            return f"it needs memfd_create, which this system or container forbids ({error.strerror})"
+        return None
+    try:
+        seal_memory(fd)
+    except OSError as error:
+        return f"it needs memory that can be sealed, which this system does not have ({error.strerror})"
+    finally:
+        os.close(fd)
+    return None
+
+
+def host_identity() -> str:
+    """This machine since its last boot, and the process namespace in it: equal for ranks that share them.
+
+    Where there is no /proc to say it, the machine's name.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+            return f"{boot_id.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return platform.node()
+
+
 def check_supported() -> None:
     """Raise ConfigError where the local group can't run."""
-    if not is_supported():
-        raise ConfigError(
-            f"backend 'weft': it needs Linux (futex and memfd), and this is {sys.platform} on "
-            f"{platform.machine()}. Use backend 'gloo' here."
-        )
+    obstacle = find_obstacle()
+    if obstacle is not None:
+        raise ConfigError(f"backend 'weft': {obstacle}. Use backend 'gloo' here.")
 
 
 def _load_libc() -> Any:
@@ -164,6 +196,12 @@ class RemoteMemory:
             moved = call(self._pid, *self._spans)
             if moved <= 0:
                 code = ctypes.get_errno()
+                if code in (errno.EPERM, errno.ENOSYS):  # allowed when the group was made
+                    raise StateError(
+                        f"the memory of rank {self._rank} (pid {self._pid.value}) may not be reached any "
+                        f"more: {os.strerror(code)}. A rank has restricted itself (seccomp, prctl, another "
+                        "user) after the group was made. Do so before, or set WEFT_DIRECT_COPY=0."
+                    )
                 raise PeerError(
                     f"the memory of rank {self._rank} (pid {self._pid.value}) can't be reached: "
                     f"{os.strerror(code)} ({errno.errorcode.get(code, code)}). The rank has ended, or it "
@@ -242,10 +280,16 @@ OWN_MEMORY = OwnMemory()
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> bool:
-    """Whether cross-memory copies from `pid` work: read `expected` at its `address`."""
+    """Whether cross-memory copies from and to `pid` work: read `expected` at its `address`, write it back.
+
+    Both are asked for, since a filter of system calls may forbid one alone. Any number of ranks may do this
+    to one address at a time: none changes a byte.
+    """
     found = ctypes.create_string_buffer(len(expected))
     here = _Span(ctypes.addressof(found), len(expected))
     there = _Span(address, len(expected))
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    moved = _libc.process_vm_readv(ctypes.c_int(pid), ctypes.byref(here), one, ctypes.byref(there), one, none)
-    return moved == len(expected) and found.raw == expected
+    spans = (ctypes.c_int(pid), ctypes.byref(here), one, ctypes.byref(there), one, none)
+    if _libc.process_vm_readv(*spans) != len(expected) or found.raw != expected:
+        return False
+    return _libc.process_vm_writev(*spans) == len(expected)

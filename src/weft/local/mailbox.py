@@ -20,12 +20,12 @@ from datetime import timedelta
 import torch
 from torch.futures import Future
 
-from weft.errors import DesyncError, PeerTimeoutError
+from weft.errors import DesyncError, PeerTimeoutError, TamperedError
 from weft.local import kernel
 from weft.local.board import Board, RankState, as_bytes
 from weft.local.calls import dtype_number
 from weft.local.meeting import Meeting
-from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
+from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment, part_of
 from weft.local.waiting import TICK_SECS
 from weft.local.work import LocalWork
 
@@ -224,7 +224,13 @@ class Mailbox:
         ring = self._ring(source, self._meeting.rank)
         counters = ring[:_NOTES_AT].cast("Q")
         pid = self._meeting.roster.members[source].pid
-        while counters[_TAIL_AT // 8] < counters[_HEAD_AT // 8]:
+        while (num_notes := counters[_HEAD_AT // 8] - counters[_TAIL_AT // 8]) > 0:
+            if num_notes > _RING_NOTES:
+                raise TamperedError(
+                    f"{self._meeting.roster.name(source)} has counted {num_notes} messages in a ring that "
+                    f"holds {_RING_NOTES}. None was read. A program of this user wrote into the group's "
+                    "shared memory."
+                )
             at = _NOTES_AT + (counters[_TAIL_AT // 8] % _RING_NOTES) * _NOTE_BYTES
             tag, numel, segment_id, num_bytes, inode, fd, dtype = _NOTE.unpack_from(ring, at)
             counters[_TAIL_AT // 8] += 1
@@ -245,7 +251,7 @@ class Mailbox:
                     [sender],
                 )
             num_bytes = flat.numel() * flat.element_size()
-            payload = parcel.tensor[_PARCEL_HEADER_BYTES:][:num_bytes].view(flat.dtype)
+            payload = part_of(parcel.tensor, _PARCEL_HEADER_BYTES, num_bytes, sender).view(flat.dtype)
             with torch.inference_mode():
                 flat.detach().copy_(payload.view(flat.shape))
             work.found_source = letter.source

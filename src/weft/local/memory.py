@@ -7,6 +7,10 @@ In order of preference:
    by other processes in one copy made by the kernel, where it lets them;
 4. otherwise it is copied into a segment of the group's own first, and back afterwards.
 
+What a peer publishes is checked: a tensor in a segment must lie inside it. An address can't be checked, and
+need not be: it is an address of the peer's own memory, in a page that only processes of this user can open,
+and what is read or written there belongs to the peer and not to this rank.
+
 A CudaMemory (cuda.py) does the same for tensors on a GPU.
 """
 
@@ -20,10 +24,11 @@ from typing import Protocol
 
 import torch
 
+from weft.errors import TamperedError
 from weft.local.board import INLINE_BYTES, Board, Place, PlaceKind
 from weft.local.kernel import OWN_MEMORY, RemoteMemory
 from weft.local.roster import Roster
-from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment
+from weft.local.segment import MappedSegments, Segment, SegmentName, own_segment, part_of
 from weft.local.windows import RemoteWindow, Scratch, TensorWindow, Window
 
 # Work is done in pieces that stay in a core's cache; 128 to 512 KB did equally well.
@@ -92,7 +97,7 @@ class CpuMemory:
     def __init__(self, board: Board, roster: Roster, segments: MappedSegments, *, is_direct: bool) -> None:
         self._board = board
         self._roster = roster
-        self.is_direct = is_direct  # every rank may read every other's memory
+        self.is_direct = is_direct  # every rank may read and write every other's memory
         self.scratch = Scratch(torch.device("cpu"))
         self._mapped = segments
         self._remote = [RemoteMemory(member.pid, member.global_rank) for member in roster.members]
@@ -156,18 +161,26 @@ class CpuMemory:
 
     def window(self, peer: int, place: Place, dtype: torch.dtype, numel: int, slot: int) -> Window:
         """The peer's exposed tensor."""
-        if place.kind == PlaceKind.INLINE:
-            return TensorWindow(self._board.inline(peer, slot, dtype))
-        num_bytes = numel * dtype.itemsize
+        num_bytes, kind = numel * dtype.itemsize, place.kind
         member = self._roster.members[peer]
-        if place.kind == PlaceKind.SEGMENT:
+        if kind == PlaceKind.INLINE:
+            inline = self._board.inline(peer, slot, dtype)
+            if num_bytes > INLINE_BYTES:
+                part_of(inline.view(torch.uint8), 0, num_bytes, member.global_rank)  # raises
+            return TensorWindow(inline)
+        if kind == PlaceKind.SEGMENT:
             segment = self._mapped.get(place.segment(member.pid), member.global_rank)
-            shared = segment.tensor[place.start :]
+            shared = part_of(segment.tensor, place.start, num_bytes, member.global_rank)
+        elif kind != PlaceKind.ADDRESS:
+            raise TamperedError(
+                f"rank {member.global_rank} placed a tensor in memory of kind {kind}, which there is not. "
+                "The ranks run different code, or another program of this user wrote into the shared memory."
+            )
         elif member.is_thread_here:
             shared = tensor_at(place.start, num_bytes)
         else:
             return RemoteWindow(self._remote[peer], place.start, dtype, self.scratch)
-        return TensorWindow(shared[:num_bytes].view(dtype))
+        return TensorWindow(shared.view(dtype))
 
     def reach(self, peer: int) -> RemoteMemory:
         """The memory that the peer's addresses are of. For groups that are direct."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.comm.desync import odd_ones
-from weft.local.segment import SegmentName
+from weft.local.segment import SegmentName, open_segment_file
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
@@ -25,7 +25,7 @@ class Member:
 
     global_rank: int
     pid: int
-    can_be_read: bool = False  # by us, with cross-memory copies
+    is_reachable: bool = False  # by us, with cross-memory copies from it and to it
     is_thread_here: bool = False  # a sister thread of this process
 
 
@@ -45,7 +45,7 @@ class Roster:
         From here on no other descriptor of the board's file may be closed in this
         process: the kernel would drop the lock with it.
         """
-        self._lock_fd = os.open(f"/proc/{board.pid}/fd/{board.fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._lock_fd = open_segment_file(board, self.members[0].global_rank)
         fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def unlock(self) -> None:

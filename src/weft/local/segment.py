@@ -4,12 +4,16 @@ A segment is a memfd: memory with a file descriptor and no name. Peers open it
 through /proc/<pid>/fd/<fd>, so it needs no room in /dev/shm (which containers
 keep small), and the kernel frees it when its last holder ends, kill -9 included.
 
+It is sealed: its length can't change under a mapping. A peer's segment is mapped only after it
+was checked to be such a memfd of this same user (weft.trust).
+
 `own_segment` makes one; `MappedSegments` opens and remembers the peers'.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -21,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.errors import ConfigError, PeerError, StateError
+from weft.errors import ConfigError, PeerError, StateError, TamperedError
+from weft.trust import MEMORY_NAME, check_integer, open_peer_memory, seal_memory
 
 _segment_ids = itertools.count(1)
 _KEPT_MAPPINGS = 256
@@ -49,32 +54,48 @@ class Segment:
             self.tensor = torch.frombuffer(memory, dtype=torch.uint8)  # 1D
 
 
-def own_segment(num_bytes: int, *, is_reclaimed: bool = True) -> Segment:
-    """Make a segment of at least `num_bytes`.
+def own_segment(num_bytes: int, *, is_reclaimed: bool = True, kind: str = MEMORY_NAME) -> Segment:
+    """Make a segment of at least `num_bytes`. Peers can open it as memory of this `kind` only.
 
     Its memory goes back to the system when the last tensor on it is gone here,
     even while a peer still has it mapped (not so with is_reclaimed=False: then it
     lives until the last mapping is gone). Raises ConfigError when the machine has
     not that much memory: nothing is changed then.
     """
-    num_bytes = max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    num_bytes = whole_pages(num_bytes)
     check_free_memory(num_bytes)
     try:
-        fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+        fd = os.memfd_create(kind, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise ConfigError(
-            f"weft shared memory: no file descriptor is free ({error.strerror}). Raise the limit "
-            "(ulimit -n), or allocate fewer, larger buffers."
-        ) from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            problem = "no file descriptor is free"
+            advice = "Raise the limit (ulimit -n), or allocate fewer, larger buffers."
+        else:
+            problem = "this system or container forbids memfd_create"
+            advice = "Allow it, or use backend 'gloo'; weft.rpc can't do without."
+        raise ConfigError(f"weft shared memory: {problem} ({error.strerror}). {advice}") from error
     try:
+        os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
+        seal_memory(fd)
         memory = mmap.mmap(fd, num_bytes)
+    except PermissionError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"weft shared memory: this system or container can't seal it ({error.strerror}). Allow it, or "
+            "use backend 'gloo'; weft.rpc can't do without."
+        ) from error
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise ConfigError(f"weft shared memory: {num_bytes} bytes can't be mapped ({error}).") from error
     owner = os.getpid()
     weakref.finalize(memory, _free, owner, fd, num_bytes if is_reclaimed else 0).atexit = False
     return Segment(SegmentName(owner, fd, next(_segment_ids), num_bytes, os.fstat(fd).st_ino), memory)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Round a number of bytes up to the length of a segment: whole pages, at least one."""
+    return max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def _free(owner: int, fd: int, num_bytes: int) -> None:
@@ -118,26 +139,58 @@ class MappedSegments:
                     del self._segments[key]
 
 
-def open_segment(name: SegmentName, rank: int) -> Segment:
-    """Map a segment that another process owns."""
+def read_segment_name(value: object, what: str) -> SegmentName:
+    """Decode a segment's name from a peer's JSON; raises TamperedError for anything else."""
+    if type(value) is not list or len(value) != len(SegmentName._fields):
+        raise TamperedError(f"{what} is not the name of a segment. Nothing was opened.")
+    # open_segment_file checks the bounds.
+    return SegmentName(*(check_integer(number, what, 0, (1 << 64) - 1) for number in value))
+
+
+def open_segment(name: SegmentName, rank: int, kind: str = MEMORY_NAME) -> Segment:
+    """Map a segment that another process of this user owns. `rank` is for errors.
+
+    Raises PeerError when its owner is gone or has freed it, or it is of another kind, and TamperedError for a
+    false name.
+    """
+    fd = open_segment_file(name, rank, kind)
     try:
-        fd = os.open(f"/proc/{name.pid}/fd/{name.fd}", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise PeerError(
-            f"rank {rank} (pid {name.pid}) is gone, and its shared memory with it.", [rank]
-        ) from error
-    except PermissionError as error:
-        raise StateError(
-            f"the shared memory of rank {rank} (pid {name.pid}) may not be opened. Ranks of one group must "
-            "run as one user; a program that made itself undumpable can't share memory this way."
-        ) from error
-    try:
-        if os.fstat(fd).st_ino != name.inode:
-            raise PeerError(f"rank {rank} (pid {name.pid}) has freed memory that it had exposed.", [rank])
         memory = mmap.mmap(fd, name.num_bytes)
     finally:
         os.close(fd)
     return Segment(name, memory)
+
+
+def open_segment_file(name: SegmentName, rank: int, kind: str = MEMORY_NAME) -> int:
+    """A descriptor of a peer's segment; the caller closes it. Raises as open_segment does."""
+    owner = f"rank {rank} (pid {name.pid})"
+    try:
+        return open_peer_memory(name.pid, name.fd, name.inode, name.num_bytes, kind)
+    except TamperedError as error:
+        raise TamperedError(f"{owner}: {error}") from error
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise PeerError(f"{owner} is gone, and its shared memory with it.", [rank]) from error
+    except PermissionError as error:
+        raise StateError(
+            f"the shared memory of {owner} may not be opened. Ranks of one group must "
+            "run as one user; a program that made itself undumpable can't share memory this way."
+        ) from error
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        raise PeerError(f"{owner} has freed memory that it had exposed.", [rank]) from error
+
+
+def part_of(memory: torch.Tensor, start: int, num_bytes: int, rank: int) -> torch.Tensor:
+    """Return a range of memory that a rank exposed; raises TamperedError where it lies outside."""
+    end = start + num_bytes
+    if not 0 <= start <= end <= memory.numel():
+        raise TamperedError(
+            f"rank {rank} placed a tensor at bytes {start} to {end} of shared memory that has "
+            f"{memory.numel()}. Nothing was read or written there. The ranks run different code, or a "
+            "program of this user wrote into the group's shared memory."
+        )
+    return memory[start:end]
 
 
 def check_free_memory(num_bytes: int) -> None:

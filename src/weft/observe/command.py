@@ -9,9 +9,9 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.observe.page import make_page
+from weft.observe.plain_files import write_whole
 from weft.observe.quantities import say_bytes
 from weft.observe.reading import read_run
-from weft.observe.run_files import write_whole
 from weft.observe.summary import summarize, write_sentences
 from weft.observe.tensorboard import write_tensorboard
 from weft.observe.trace import make_trace
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         _make_report(options)
     except (WeftError, OSError) as error:
-        print(f"weft report: {error}", file=sys.stderr)
+        print(f"weft report: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

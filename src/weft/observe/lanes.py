@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from weft.observe.figures import Interval
 
@@ -13,16 +14,27 @@ def pack_rows(intervals: Sequence[Interval], most: int | None = None) -> list[in
     With `most` rows the last one takes what doesn't fit, and there they may overlap.
     """
     order = sorted(range(len(intervals)), key=lambda at: intervals[at])
-    free_from: list[float] = []
+    free: list[int] = []  # rows, the first one on top
+    taken: list[tuple[float, int]] = []  # (end, row), a heap
+    taken_until: list[float] = []  # by row
     rows = [0] * len(intervals)
     for at in order:
         start, end = intervals[at]
-        row = next((row for row, free in enumerate(free_from) if free <= start), len(free_from))
-        if row == len(free_from):
-            if most is not None and row >= most:
-                row = most - 1
-            else:
-                free_from.append(start)
-        free_from[row] = max(free_from[row], end)
+        while taken and taken[0][0] <= start:
+            until, row = heappop(taken)
+            if until == taken_until[row]:  # else the last row was taken again in between
+                heappush(free, row)
+        if free:
+            row = heappop(free)
+        elif most is None or len(taken_until) < most:
+            row = len(taken_until)
+            taken_until.append(end)
+        elif end > taken_until[row := most - 1]:
+            pass  # the last row stays taken, for longer
+        else:
+            rows[at] = row
+            continue
+        taken_until[row] = end
+        heappush(taken, (end, row))
         rows[at] = row
     return rows

@@ -26,7 +26,6 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,11 +40,15 @@ from weft.observe.run_files import (
     FORMAT,
     OWN_KEYS,
     RankFile,
+    check_run_file,
+    describe_resumed,
     event_line,
     in_file,
     make_directory,
+    trim_surplus_files,
     write_run_file,
 )
+from weft.version import __version__
 
 Line = dict[str, Any]
 
@@ -83,9 +86,15 @@ class Step:
 
 
 class Observer:
-    """Watches the steps of one rank. `about` goes into run.json, written by rank 0."""
+    """Watches the steps of one rank. `about` goes into run.json, written by rank 0.
 
-    def __init__(self, directory: Path | str | None, about: Mapping[str, Any]) -> None:
+    With `go_on_at` the existing record is kept up to this step and continued. Raises ConfigError where
+    another process records there, and for files of these names that no run has written.
+    """
+
+    def __init__(
+        self, directory: Path | str | None, about: Mapping[str, Any], *, go_on_at: int | None = None
+    ) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._directory = None if directory is None else Path(directory)
         self._about = {**_about_this_process(), **about}
@@ -98,8 +107,13 @@ class Observer:
         )
         if self._directory is not None:
             make_directory(self._directory)
-            self._file = RankFile(self._directory, self._rank, _device_words())
             if self._rank == 0:
+                check_run_file(self._directory)
+            self._file = RankFile(self._directory, self._rank, _device_words(), go_on_at=go_on_at)
+            if self._rank == 0:
+                trim_surplus_files(self._directory, _num_ranks(), go_on_at)
+                if go_on_at is not None:
+                    self._about = describe_resumed(self._directory, go_on_at, self._about)
                 write_run_file(self._directory, self._about)
 
     @contextmanager
@@ -211,14 +225,10 @@ def _step_line(figures: StepFigures, start: float, end: float) -> Line:
 
 
 def _about_this_process() -> dict[str, Any]:
-    try:
-        version = metadata.version("weft")
-    except metadata.PackageNotFoundError:  # run from its source, without having been installed
-        version = "unknown"
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    num_ranks = _num_ranks()
     return {
         "format": FORMAT,
-        "weft": version,
+        "weft": __version__,
         "torch": torch.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -229,6 +239,10 @@ def _about_this_process() -> dict[str, Any]:
         "options": {},
         "buckets": [],
     }
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _device_words() -> str:

@@ -92,6 +92,9 @@ def _facts(run: Run) -> str:
         facts.append(
             f"{model['name']} ({size:,} parameters)" if isinstance(size, int) else str(model["name"])
         )
+    if resumed := run.about["resumed"]:
+        at = ", ".join(str(step) for step in resumed[-5:])
+        facts.append(f"resumed at step{'s' if len(resumed) > 1 else ''} {at}")
     facts += [
         str(run.about.get("started") or ""),
         f"weft {run.about.get('weft')}, torch {run.about.get('torch')}",

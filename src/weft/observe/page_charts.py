@@ -16,6 +16,7 @@ from typing import Any
 MOST_LINES = 8
 MOST_POINTS = 300
 WIDTH, HEIGHT = 460, 220
+_NEARLY_NOTHING, _NEARLY_ENDLESS = 1e-100, 1e100
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
 
 Point = tuple[int, float]  # step, value
@@ -45,8 +46,9 @@ def thin_out(
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of some numbers."""
-    return statistics.fmean(values)
+    """The mean of some numbers; infinite where their sum overflows."""
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def band_of(lines: dict[str, list[Point]]) -> dict[str, list[Point]]:
@@ -65,11 +67,7 @@ def band_of(lines: dict[str, list[Point]]) -> dict[str, list[Point]]:
 
 def draw_chart(chart: Chart) -> str:
     """The chart as an SVG element, with its numbers in an attribute for the script that shows them."""
-    finite = {
-        name: [(step, value) for step, value in points if math.isfinite(value)]
-        for name, points in chart.lines.items()
-    }
-    lines = {name: points for name, points in finite.items() if points}
+    lines = _drawable(chart)
     if not lines:
         return (
             f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption><p>No numbers.</p></figure>'
@@ -107,8 +105,7 @@ def draw_chart(chart: Chart) -> str:
 
 def chart_numbers(chart: Chart) -> dict[str, Any]:
     """What the script shows where the pointer is: places and texts."""
-    lines = {name: [p for p in points if math.isfinite(p[1])] for name, points in chart.lines.items()}
-    lines = {name: points for name, points in lines.items() if points}
+    lines = _drawable(chart)
     if not lines:
         return {"x": [], "texts": []}
     place_lines = band_of(lines) if len(lines) > MOST_LINES else lines
@@ -124,6 +121,19 @@ def chart_numbers(chart: Chart) -> dict[str, Any]:
     }
 
 
+def _drawable(chart: Chart) -> dict[str, list[Point]]:
+    """The lines without points beyond what an axis can show; tiny values become 0."""
+    lines = {
+        name: [
+            (step, value if abs(value) > _NEARLY_NOTHING else 0.0)
+            for step, value in points
+            if abs(value) < _NEARLY_ENDLESS
+        ]
+        for name, points in chart.lines.items()
+    }
+    return {name: points for name, points in lines.items() if points}
+
+
 class _Place:
     """Where a point lies in the drawing."""
 
@@ -133,7 +143,7 @@ class _Place:
         self.first, self.last = min(steps), max(steps)
         low, high = min(values), max(values)
         low = min(low, 0.0) if chart.from_zero else low
-        high = high if high > low else low + (abs(low) or 1.0)
+        high = high if high - low > 1e-12 * abs(low) else low + (abs(low) or 1.0)
         unit = (
             float(chart.base ** int(math.log(max(abs(low), abs(high)), chart.base)))
             if chart.base != 10

@@ -12,6 +12,7 @@ from weft.observe.reading import Kind, Run, Traffic
 from weft.observe.summary import Summary, by_op
 
 MOST_LABELS = 15
+MOST_ROWS = 200  # of operations, those with the most bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _cell(cell: Cell, is_number: bool) -> str:
 
 def traffic_table(run: Run, total: dict[Kind, Traffic], num_rank_steps: int) -> str:
     """What a rank communicates in an average step, by feature and operation."""
-    found = by_op(total)
+    found = dict(list(by_op(total).items())[:MOST_ROWS])
     busy = {kind: _busy_secs(run, kind) for kind in found}
     if not found or not num_rank_steps:
         return '<p class="none">Nothing was communicated.</p>'

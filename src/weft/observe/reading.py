@@ -1,9 +1,10 @@
 """Read a recorded run. What happened in chosen steps is kept whole, of all steps what adds up.
 
 A run may have been killed: the last line of a rank's file is then half a line, which is left out
-and said in `problems`, and so are ranks without a file. Any other damage raises ConfigError with
-the file and the line. Times are seconds on one clock for all ranks: the day's, brought to each
-host's time.perf_counter by what its first rank wrote at its start.
+and listed in `problems`, and so are ranks without a file. Any other damage raises ConfigError with
+the file and the line: fields.py checks the values. Times are seconds on one clock for all
+ranks: the day's, brought to each host's time.perf_counter by what its first rank wrote at its start,
+or when the run was resumed.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from weft.errors import ConfigError
+from weft.observe import fields
 from weft.observe.figures import Interval, covered_secs
+from weft.observe.plain_files import open_plain, read_json
 from weft.observe.quantities import say_ranks
-from weft.observe.run_files import FORMAT, OWN_KEYS, RUN_FILE, rank_file
+from weft.observe.run_files import FORMAT, MOST_LINE_BYTES, RUN_FILE, rank_file
 
 _decode = json.JSONDecoder().decode  # json.loads would guess the encoding of each line
 _ALWAYS = -math.inf, math.inf
-_KINDS = ("rank", "span", "event", "note", "step")
+_SAME_CLOCK_SECS = 1.0  # ranks of a host differ by less, restarts of a host by more
+MOST_DRAWN = 200_000  # spans, or collectives, of a rank that a page can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,8 @@ class RankLog:
     traffic: dict[Kind, Traffic] = field(default_factory=dict[Kind, Traffic])  # of all steps
     busy: dict[tuple[str, str], Busy] = field(default_factory=dict[tuple[str, str], Busy])  # by feature, op
     errors: list[str] = field(default_factory=list[str])  # of collectives that failed
+    unsettled: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])  # of `busy`
+    num_left_out: int = 0  # spans and events that are too many to keep
 
 
 @dataclass(slots=True)
@@ -170,9 +176,9 @@ def read_run(directory: Path, steps: tuple[int | None, int | None] | int = 20) -
     found = {rank: path for rank, path in paths.items() if path.exists()}
     missing = [rank for rank in paths if rank not in found]
     numbers = [number for path in found.values() for number in _step_numbers(path)]
-    first, last = _choose(steps, numbers)
+    first, last = _choose(steps, numbers, about["resumed"])
     logs: list[RankLog] = []
-    clocks: dict[str, float] = {}
+    clocks: dict[str, list[float]] = {}
     for rank, path in found.items():
         log = _read_rank(path, rank, (first, last), clocks, problems)
         if log is None:
@@ -184,7 +190,13 @@ def read_run(directory: Path, steps: tuple[int | None, int | None] | int = 20) -
         problems.insert(0, f"{which} of {len(paths)} left no record.")
     if not logs:
         raise ConfigError(f"{directory} has no record of any rank: the run ended before it began.")
-    if len(clocks) > 1:
+    problems += [
+        f"Rank {log.rank} did more in these steps than a page can hold: {log.num_left_out:,} spans and "
+        "collectives are not in the timeline. Choose fewer with --steps A:B."
+        for log in logs
+        if log.num_left_out
+    ]
+    if len(clocks) > 1:  # by host
         problems.append(
             f"The ranks ran on {len(clocks)} hosts. Their times are compared by the hosts' clocks, which may "
             "differ by some milliseconds."
@@ -193,43 +205,57 @@ def read_run(directory: Path, steps: tuple[int | None, int | None] | int = 20) -
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """What run.json says. Raises ConfigError where it isn't one."""
+    """Read and validate run.json. Raises ConfigError where it is missing or damaged."""
     path = directory / RUN_FILE
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory. Give the one that a run was recorded in.")
     try:
-        about = json.loads(path.read_bytes())
+        about = read_json(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{directory} has no {RUN_FILE}: no run was recorded there.") from error
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror or error}.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}.") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        seen = about.get("format") if isinstance(about, dict) else None
-        raise ConfigError(f"{path} has format {seen!r}; this weft reads format {FORMAT}.")
-    num_ranks = about.get("ranks")
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigError(f"{path} is damaged: ranks is {num_ranks!r}.")
-    return about
+    seen: Any = about.get("format") if isinstance(about, dict) else None  # type: ignore[reportUnknownMemberType]
+    if type(seen) is not int or seen != FORMAT:
+        raise ConfigError(f"{path} has format {seen!r:.60}; this weft reads format {FORMAT}.")
+    try:
+        return fields.about_run(about)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}.") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
+    """The lines of a file, and the file. Raises ConfigError if it can't be read, or a line is too long."""
+    try:
+        with open_plain(path) as file:
+            while line := file.readline(MOST_LINE_BYTES):
+                if len(line) == MOST_LINE_BYTES:
+                    raise ConfigError(f"{path} is damaged: a line has more than {MOST_LINE_BYTES:,} bytes.")
+                yield line, file
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror or error}.") from error
 
 
 def _step_numbers(path: Path) -> Iterator[int]:
-    """The steps that a file tells of, by a look at the lines of steps only. Damage is found later."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.startswith(b'{"kind":"step"'):
-                try:
-                    yield int(json.loads(line)["step"])
-                except (ValueError, KeyError, TypeError):
-                    continue
+    """The numbers of the steps in a file. Only lines of steps are decoded; damage is found later."""
+    for line, _ in _lines(path):
+        if line.startswith(b'{"kind":"step"'):
+            try:
+                yield fields.step_number(fields.mapping(json.loads(line)))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
 
 
-def _choose(steps: tuple[int | None, int | None] | int, numbers: list[int]) -> tuple[int, int]:
-    """The first and the last of the chosen steps."""
+def _choose(
+    steps: tuple[int | None, int | None] | int, numbers: list[int], resumed: list[int]
+) -> tuple[int, int]:
+    """The first and the last of the chosen steps. The last few don't reach back beyond a break of the run."""
     lowest, highest = min(numbers, default=0), max(numbers, default=0)
     if isinstance(steps, int):
-        return max(highest - steps + 1, lowest), highest
+        breaks = [step for step in resumed if lowest <= step <= highest]
+        return max(highest - steps + 1, lowest, *breaks), highest
     first = lowest if steps[0] is None else steps[0]
     last = highest if steps[1] is None else steps[1] - 1
     if numbers and not any(first <= number <= last for number in numbers):
@@ -238,26 +264,22 @@ def _choose(steps: tuple[int | None, int | None] | int, numbers: list[int]) -> t
 
 
 def _read_rank(
-    path: Path, rank: int, chosen: tuple[int, int], clocks: dict[str, float], problems: list[str]
+    path: Path, rank: int, chosen: tuple[int, int], clocks: dict[str, list[float]], problems: list[str]
 ) -> RankLog | None:
     """One rank's file; None when it has no whole line."""
     log: RankLog | None = None
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    values = _decode(line.decode())
-                    if log is None:
-                        log = _open_log(values, rank, clocks)
-                    else:
-                        _take(values, log, chosen)
-                except (ValueError, KeyError, TypeError) as error:
-                    if not file.read(1):
-                        problems.append(f"The last line of {path.name} is damaged and was left out.")
-                        break
-                    raise ConfigError(f"{path}:{number} is damaged: {_reason(error)}.") from error
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror or error}.") from error
+    for number, (line, file) in enumerate(_lines(path), 1):
+        try:
+            values = fields.mapping(_decode(line.decode()))
+            if log is None:
+                log = _open_log(values, rank, clocks)
+            else:
+                _take(values, log, chosen, clocks)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if not file.read(1):
+                problems.append(f"The last line of {path.name} is damaged and was left out.")
+                break
+            raise ConfigError(f"{path}:{number} is damaged: {_reason(error)}.") from error
     for busy in () if log is None else log.busy.values():
         busy.settle()
     return log
@@ -266,103 +288,107 @@ def _read_rank(
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}"
-    return f"it is no JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return f"it is not JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _open_log(values: Any, rank: int, clocks: dict[str, float]) -> RankLog:
-    if _kind(values) != "rank" or values["rank"] != rank:
+def _open_log(values: dict[str, Any], rank: int, clocks: dict[str, list[float]]) -> RankLog:
+    if values["kind"] != "rank" or values["rank"] != rank:
         raise ValueError(f"a file begins with its rank, which is {rank}")
-    host = _text(values, "host")
-    clock = clocks.setdefault(host, _number(values, "wall_secs") - _number(values, "perf_secs"))
-    return RankLog(rank, host, _text(values, "device"), clock)
+    log = RankLog(rank, "", "", 0.0)
+    _begin(values, log, clocks)
+    return log
 
 
-def _take(values: Any, log: RankLog, chosen: tuple[int, int]) -> None:
-    """Put a line where it belongs."""
-    kind = _kind(values)
-    if kind == "step":
-        log.steps.append(_step(values, log.clock))
-        for busy in log.busy.values():
-            busy.settle()
-    elif kind == "span":
-        if _is_chosen(values["step"], chosen):
-            start, end = _times(values, log.clock)
-            log.spans.append(SpanRow(_text(values, "name"), values["step"], start, end))
-    elif kind == "event":
+def _begin(values: dict[str, Any], log: RankLog, clocks: dict[str, list[float]]) -> None:
+    """Read a rank's first line, or the one that a resumed run has added."""
+    log.host, log.device = fields.text(values, "host"), fields.text(values, "device")
+    clock = fields.secs(values, "wall_secs") - fields.secs(values, "perf_secs")
+    known = clocks.setdefault(log.host, [])
+    log.clock = next((one for one in known[-100:] if abs(one - clock) < _SAME_CLOCK_SECS), clock)
+    if log.clock not in known[-100:]:
+        known.append(log.clock)
+
+
+def _take(
+    values: dict[str, Any], log: RankLog, chosen: tuple[int, int], clocks: dict[str, list[float]]
+) -> None:
+    """Add a line to the log."""
+    kind = values["kind"]
+    if kind == "event":
         event = _event(values, log.clock)
         kind_of_event = event.feature, event.op, event.label
         traffic = log.traffic.setdefault(kind_of_event, Traffic())
         traffic.add(Traffic(1, event.bytes_in, event.bytes_out, event.wait_secs))
-        log.busy.setdefault((event.feature, event.op), Busy()).add(event)
+        of_op = event.feature, event.op
+        log.busy.setdefault(of_op, Busy()).add(event)
+        log.unsettled.add(of_op)
         if event.error is not None:
             log.errors.append(f"{event.name}: {event.error}")
         if _is_chosen(event.step, chosen):
-            log.events.append(event)
+            _keep(event, log.events, log)
+    elif kind == "step":
+        log.steps.append(_step(values, log.clock))
+        for of_op in log.unsettled:
+            log.busy[of_op].settle()
+        log.unsettled.clear()
+    elif kind == "span":
+        step = fields.optional_step(values)
+        start, end = _times(values, log.clock)
+        if _is_chosen(step, chosen):
+            _keep(SpanRow(fields.text(values, "name"), step, start, end), log.spans, log)
+    elif kind == "rank":
+        _begin(values, log, clocks)
+    elif kind != "note":
+        raise ValueError(f"its kind is {kind!r:.60}, which is unknown")
 
 
-def _kind(values: Any) -> str:
-    kind = values["kind"]
-    if kind not in _KINDS:
-        raise ValueError(f"it is of kind {kind!r}")
-    return kind
+def _keep(row: Any, rows: list[Any], log: RankLog) -> None:
+    if len(rows) < MOST_DRAWN:
+        rows.append(row)
+    else:
+        log.num_left_out += 1
 
 
-def _is_chosen(step: Any, chosen: tuple[int, int]) -> bool:
-    return isinstance(step, int) and chosen[0] <= step <= chosen[1]
+def _is_chosen(step: int | None, chosen: tuple[int, int]) -> bool:
+    return step is not None and chosen[0] <= step <= chosen[1]
 
 
 def _event(values: dict[str, Any], clock: float) -> EventRow:
     start, end = _times(values, clock)
     return EventRow(
-        op=_text(values, "op"),
-        feature=_text(values, "feature"),
-        label=_text(values, "label"),
-        group_size=int(_number(values, "group_size")),
-        bytes_in=int(_number(values, "bytes_in")),
-        bytes_out=int(_number(values, "bytes_out")),
-        dtype=values["dtype"] or "",
+        op=fields.text(values, "op"),
+        feature=fields.text(values, "feature"),
+        label=fields.text(values, "label"),
+        group_size=fields.count(values, "group_size"),
+        bytes_in=fields.count(values, "bytes_in"),
+        bytes_out=fields.count(values, "bytes_out"),
+        dtype=fields.optional_text(values, "dtype") or "",
         start=start,
         end=end,
-        wait_start=None if values["wait_start"] is None else _number(values, "wait_start") + clock,
-        error=values["error"],
-        step=values["step"],
+        wait_start=None if values["wait_start"] is None else fields.secs(values, "wait_start") + clock,
+        error=fields.optional_text(values, "error"),
+        step=fields.optional_step(values),
     )
 
 
 def _step(values: dict[str, Any], clock: float) -> StepRow:
     start, end = _times(values, clock)
     return StepRow(
-        step=int(_number(values, "step")),
+        step=fields.step_number(values),
         start=start,
         end=end,
-        compute_secs=_number(values, "compute_secs"),
-        comm_secs=_number(values, "comm_secs"),
-        wait_secs=_number(values, "wait_secs"),
-        memory_bytes=int(_number(values, "memory_bytes")),
-        scalars={
-            name: float(value)
-            for name, value in values.items()
-            if name not in OWN_KEYS and isinstance(value, int | float)
-        },
+        compute_secs=fields.secs(values, "compute_secs"),
+        comm_secs=fields.secs(values, "comm_secs"),
+        wait_secs=fields.secs(values, "wait_secs"),
+        memory_bytes=fields.count(values, "memory_bytes"),
+        scalars=fields.scalars(values),
     )
 
 
 def _times(values: dict[str, Any], clock: float) -> tuple[float, float]:
-    start, end = _number(values, "start"), _number(values, "end")
+    start, end = fields.secs(values, "start"), fields.secs(values, "end")
     if end < start:
         raise ValueError(f"it ends at {end}, before it starts, at {start}")
     return start + clock, end + clock
-
-
-def _number(values: dict[str, Any], key: str) -> float:
-    value = values[key]
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key} is {value!r}, which is no number")
-    return value
-
-
-def _text(values: dict[str, Any], key: str) -> str:
-    value = values[key]
-    if not isinstance(value, str):
-        raise ValueError(f"{key} is {value!r}, which is no text")
-    return value

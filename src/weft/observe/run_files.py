@@ -1,30 +1,35 @@
-"""A run on disk: run.json says what it was, rank-00000.jsonl and so on what each rank did when.
+"""A run on disk: run.json describes it, rank-00000.jsonl and so on have each rank's events.
 
-run.json is written whole or not at all: to a file beside it, which then takes its place. A
+run.json is written whole or not at all: under a temporary name, which is then renamed. A
 rank's file grows by a few lines a step, so a run that was killed can be read up to its last
-step. Times are those of time.perf_counter; a rank's first line ties them to the clock on the wall.
+step. Times are those of time.perf_counter; a rank's first line relates them to the wall clock.
+A run that is resumed from a checkpoint drops the steps that it will make again, and adds such
+a line of its own. Links are not followed, and files that no run has written are not removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 
 from weft.comm import Event
 from weft.errors import ConfigError
+from weft.observe.folder_lock import describe_holder, held_message, lock_file
+from weft.observe.plain_files import create_new, open_plain, read_json, with_path, write_whole
 
 FORMAT = 1
 RUN_FILE = "run.json"
-# Of a step's line. Beside them stand the scalars that the loop noted.
+MOST_RANKS = 2**16
+MOST_LINE_BYTES = 2**20
+# Of a step's line. All other keys are scalars that the loop noted.
 OWN_KEYS = frozenset(
     ("kind", "step", "start", "end", "compute_secs", "comm_secs", "wait_secs", "bytes_in", "memory_bytes")
 )
@@ -57,31 +62,55 @@ def write_run_file(directory: Path, about: Mapping[str, Any]) -> None:
     write_whole(path, [f"{text}\n".encode()])
 
 
-def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file, to one beside it that then takes its place. Raises OSError with the path."""
-    if not path.name:  # "." or "/"
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def check_run_file(directory: Path) -> None:
+    """Raise ConfigError if the directory has a run.json that no run has written, rather than replace it."""
     try:
-        try:
-            with beside.open("wb") as file:
-                file.writelines(parts)
-            beside.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise _naming(error, path) from error
+        about = read_json(directory / RUN_FILE)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        about = None
+    if not isinstance(about, dict) or type(about.get("format")) is not int:  # type: ignore[reportUnknownMemberType]
+        raise ConfigError(
+            f"can't record a run in {directory}: its {RUN_FILE} is not of a recorded run. Give another one."
+        )
+
+
+def describe_resumed(directory: Path, step: int, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a resumed run: the new one, with the start and the ranks of the earlier one."""
+    try:
+        found: Any = read_json(directory / RUN_FILE)
+    except FileNotFoundError:
+        return dict(about)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't go on with the record in {directory}: {RUN_FILE}: {error}.") from None
+    resumed = found.get("resumed")
+    steps = resumed if isinstance(resumed, list) else []
+    ranks = found.get("ranks")
+    most = max(about["ranks"], ranks) if type(ranks) is int and ranks <= MOST_RANKS else about["ranks"]
+    started = {"started": found["started"]} if isinstance(found.get("started"), str) else {}
+    return {**about, **started, "ranks": most, "resumed": [*steps[-100:], step]}
+
+
+def trim_surplus_files(directory: Path, num_ranks: int, go_on_at: int | None) -> None:
+    """Remove, or truncate at a step, files of ranks beyond this run's number of ranks."""
+    for path in sorted(directory.glob("rank-*.jsonl")):
+        number = path.name.removeprefix("rank-").removesuffix(".jsonl")
+        if number.isdecimal() and len(number) < 9 and int(number) >= num_ranks:
+            with _opened(path, int(number)) as file:
+                if go_on_at is None:
+                    path.unlink()
+                else:
+                    file.truncate(find_step_offset(file, path, go_on_at))
 
 
 class RankFile:
-    """The file of one rank, one JSON object a line."""
+    """The file of one rank, one JSON object a line, locked against a second run."""
 
-    def __init__(self, directory: Path, rank: int, device: str) -> None:
+    def __init__(self, directory: Path, rank: int, device: str, *, go_on_at: int | None = None) -> None:
         self.path = directory / rank_file(rank)
         try:
-            self._file: TextIO = self.path.open("w")
+            self._file: TextIO = self._open(rank, go_on_at)
         except OSError as error:
             raise ConfigError(
                 f"can't record rank {rank} in {self.path}: {error.strerror or error}."
@@ -97,6 +126,18 @@ class RankFile:
         }
         self.write([first])
 
+    def _open(self, rank: int, go_on_at: int | None) -> TextIO:
+        try:
+            with _opened(self.path, rank) as there:
+                if go_on_at is not None:
+                    there.truncate(find_step_offset(there, self.path, go_on_at))
+                    there.seek(0, os.SEEK_END)
+                    return open(_locked(os.dup(there.fileno()), self.path), "w")
+                self.path.unlink()
+        except FileNotFoundError:
+            pass
+        return open(_locked(create_new(self.path), self.path), "w")
+
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add lines, for others to see at once. Raises OSError with the path."""
         try:
@@ -106,14 +147,65 @@ class RankFile:
             # Closed here, or Python would try to write the rest once more when it drops the file.
             with contextlib.suppress(OSError):
                 self._file.close()
-            raise _naming(error, self.path) from error
+            raise with_path(error, self.path) from error
 
     def close(self) -> None:
         """Close the file. Raises OSError with its path where the last lines can't be written."""
         try:
             self._file.close()
         except OSError as error:
-            raise _naming(error, self.path) from error
+            raise with_path(error, self.path) from error
+
+
+def _opened(path: Path, rank: int) -> BinaryIO:
+    """Open and lock an existing file of a rank, to be replaced or continued.
+
+    Raises ConfigError where another run writes to it, or where it is not a file of a rank.
+    """
+    file = open_plain(path, write=True)
+    try:
+        first = file.readline(1000)
+        file.seek(0)
+        if first and not first.startswith(b'{"kind":"rank"'):
+            raise ConfigError(
+                f"can't record rank {rank} in {path}: it is not of a recorded run. Give another directory."
+            )
+        try:
+            lock_file(file.fileno(), path)
+        except BlockingIOError:
+            # An earlier run of this process that was not closed (in a notebook, say) may be replaced.
+            if f'"pid":{os.getpid()},'.encode() not in first:
+                raise ConfigError(held_message(path.parent, describe_holder(first))) from None
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _locked(descriptor: int, path: Path) -> int:
+    """Lock a file for as long as it is open."""
+    with contextlib.suppress(BlockingIOError):  # held by this process, by another descriptor
+        lock_file(descriptor, path)
+    return descriptor
+
+
+def find_step_offset(file: BinaryIO, path: Path, step: int) -> int:
+    """The offset in a rank's file at which this step's lines begin, or an incomplete last line."""
+    end = 0
+    while line := file.readline(MOST_LINE_BYTES):
+        try:
+            number = json.loads(line).get("step")
+            is_whole = line.endswith(b"\n")
+        except (ValueError, AttributeError, RecursionError):
+            is_whole, number = False, None
+        if not is_whole:
+            if file.read(1):
+                raise ConfigError(f"can't go on with {path}: it is damaged {end:,} bytes from its beginning.")
+            break
+        if type(number) is int and number >= step:
+            break
+        end = file.tell()
+    return end
 
 
 def event_line(event: Event, step: int | None) -> dict[str, Any]:
@@ -147,8 +239,3 @@ def short_dtype(dtype: torch.dtype) -> str:
 def in_file(secs: float) -> float:
     """A time as it is written: a tenth of a microsecond is enough."""
     return round(secs, 7)
-
-
-def _naming(error: OSError, path: Path) -> OSError:
-    """The same error with the file's name: one that comes while data is written has none."""
-    return type(error)(error.errno, error.strerror or str(error), str(path))

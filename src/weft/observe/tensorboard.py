@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.observe.plain_files import opened_folder, write_whole
 from weft.observe.reading import RankLog, Run, StepRow
-from weft.observe.run_files import write_whole
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, with its bits in reverse
 
@@ -27,14 +27,15 @@ def write_tensorboard(run: Run, directory: Path) -> list[Path]:
     paths: list[Path] = []
     for log in run.logs:
         folder = directory / f"rank-{log.rank:05d}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"can't write into {folder}: {error.strerror or error}.") from error
         begun = log.steps[0].start if log.steps else log.clock
         # By its name TensorBoard knows an event file, and the same run gives the same name again.
         path = folder / f"events.out.tfevents.{int(begun)}.weft"
-        write_whole(path, encode_rank(log))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with opened_folder(folder) as opened:
+                write_whole(path, encode_rank(log), folder=opened)
+        except OSError as error:
+            raise ConfigError(f"can't write into {folder}: {error.strerror or error}.") from error
         paths.append(path)
     return paths
 

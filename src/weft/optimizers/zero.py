@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from weft import comm
 from weft.comm.group import resolve_group
+from weft.comm.simulated import check_one_rank
 from weft.comm_hooks.in_order import launch_in_order
 from weft.errors import ConfigError, StateError
 from weft.join import Join, Joinable, JoinHook
@@ -27,6 +28,7 @@ from weft.optimizers.arguments import check_params
 from weft.optimizers.partition import plan_balanced, plan_runs
 from weft.optimizers.shards import OwnedFlat, launch_share, pack_params
 from weft.tensors import map_tensors
+from weft.torch_private import check_torch
 
 FEATURE = "zero"
 ParamGroup = dict[str, Any]
@@ -52,9 +54,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
+        check_torch()
         given = check_params(params)
         self.process_group = resolve_group(process_group)
         self.world_size = self.process_group.size()
+        if self.world_size > 1:
+            check_one_rank("ZeroRedundancyOptimizer")
         self.rank = self.process_group.rank()
         self.global_rank = get_global_rank(self.process_group, self.rank)
         self.parameters_as_bucket_view = parameters_as_bucket_view

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from weft.launcher import launch
+from weft.launcher.backends import choose_local_engine
 from weft.planning.anchors import NUM_RANKS, fit, measure_steps
 from weft.planning.machine import Curve, Link, Links, Machine
 from weft.planning.measure import Measurements, measure_rank
@@ -22,7 +23,8 @@ def calibrate(backend: str | None = None, num_threads: int | None = None) -> Mac
     if num_threads is None:
         num_threads = max(1, (os.cpu_count() or 1) // NUM_RANKS)
     found = launch(measure_rank, ranks=NUM_RANKS, backend=backend, args=(num_threads,))
-    machine = as_machine(found, reads_peers=backend in (None, "weft"))
+    engine = backend or choose_local_engine(NUM_RANKS).backend
+    machine = as_machine(found, reads_peers=engine == "weft")
     steps = launch(measure_steps, ranks=NUM_RANKS, backend=backend, args=(num_threads,))
     return fit(machine, [statistics.mean(secs) for secs in zip(*steps, strict=True)])
 

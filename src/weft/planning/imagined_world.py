@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.errors import StateError
 from weft.launcher.stores import memory_store
+from weft.local.labels import keep_flight_recorder_off
 from weft.planning.imagined_group import BACKEND, ImaginedGroup, Timeline
 
 
@@ -50,6 +51,7 @@ def imagined_world(num_ranks: int, timeline: Timeline, *, is_local: bool = False
 def _register_backend() -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
+        keep_flight_recorder_off(BACKEND)
 
 
 def _make_group(options: Any, backend_options: object = None) -> ImaginedGroup:

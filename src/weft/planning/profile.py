@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.observe.run_files import write_whole
+from weft.observe.plain_files import read_json, write_whole
 from weft.planning.machine import Curve, Link, Links, Machine
 
 FORMAT = 2
+_LEAST, _MOST = 1e-30, 1e30
 
 
 def default_path() -> Path:
@@ -34,7 +35,7 @@ def save_profile(machine: Machine, path: Path) -> None:
 def load_profile(path: Path) -> Machine:
     """Read a profile. Raises ConfigError for one that isn't there or isn't a profile."""
     try:
-        found: Any = json.loads(path.read_text())
+        found: Any = read_json(path)
     except OSError as error:
         raise ConfigError(
             f"plan: the profile {path} can't be read: {error.strerror or error}. `weft plan --calibrate` "
@@ -48,8 +49,8 @@ def load_profile(path: Path) -> Machine:
         )
     try:
         return _decode(found)  # type: ignore[reportUnknownArgumentType]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"plan: the profile {path} is damaged: {error!r}. Calibrate again.") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"plan: the profile {path} is damaged: {error!r:.200}. Calibrate again.") from None
 
 
 def _encode(machine: Machine) -> dict[str, Any]:
@@ -79,36 +80,66 @@ def _encode(machine: Machine) -> dict[str, Any]:
 
 def _decode(found: dict[str, Any]) -> Machine:
     links = found["links"]
+    device = _text(found, "device")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}, not cpu or cuda")
     return Machine(
-        name=found["name"],
-        device=found["device"],
-        memory_bytes=int(found["memory_bytes"]),
-        flops_per_sec=float(found["flops_per_sec"]),
-        memory_bytes_per_sec=float(found["memory_bytes_per_sec"]),
-        op_secs=float(found["op_secs"]),
-        view_secs=float(found["view_secs"]),
-        work_factor=float(found["work_factor"]),
-        dtensor_secs=float(found["dtensor_secs"]),
+        name=_text(found, "name"),
+        device=device,
+        memory_bytes=int(_number(found, "memory_bytes", least=1)),
+        flops_per_sec=_number(found, "flops_per_sec", least=1),
+        memory_bytes_per_sec=_number(found, "memory_bytes_per_sec", least=1),
+        op_secs=_number(found, "op_secs"),
+        view_secs=_number(found, "view_secs"),
+        work_factor=_number(found, "work_factor"),
+        dtensor_secs=_number(found, "dtensor_secs"),
         curves=_decode_curves(found["curves"]),
         links=Links(
-            local=Link(*links["local"]),
-            between=Link(*links["between"]),
-            ranks_per_host=int(links["ranks_per_host"]),
+            local=_link(links, "local"),
+            between=_link(links, "between"),
+            ranks_per_host=int(_number(links, "ranks_per_host", least=1)),
             reads_peers=bool(links["reads_peers"]),
-            overlap_cost=float(links["overlap_cost"]),
-            call_secs=float(links["call_secs"]),
+            overlap_cost=_number(links, "overlap_cost"),
+            call_secs=_number(links, "call_secs"),
             curves=_decode_curves(links["curves"]),
         ),
     )
+
+
+def _text(found: dict[str, Any], key: str) -> str:
+    value = found[key]
+    if type(value) is not str or len(value) > 1000 or not value.isprintable():
+        raise ValueError(f"{key} is {value!r:.60}, not a printable text")
+    return value
+
+
+def _number(found: dict[str, Any], key: str, least: float = 0.0) -> float:
+    return _in_range(found[key], key, least)
+
+
+def _in_range(value: Any, what: str, least: float) -> float:
+    if type(value) not in (int, float) or not least <= value <= _MOST:
+        raise ValueError(f"{what} is {value!r:.60}, not a number from {least:g} to {_MOST:g}")
+    return float(value)
+
+
+def _link(found: dict[str, Any], key: str) -> Link:
+    rate, latency = found[key]
+    return Link(_in_range(rate, key, 1.0), _in_range(latency, key, 0.0))
 
 
 def _encode_curves(curves: Mapping[str, Curve]) -> dict[str, list[list[float]]]:
     return {name: [list(point) for point in curve.points] for name, curve in sorted(curves.items())}
 
 
-def _decode_curves(found: dict[str, list[list[float]]]) -> dict[str, Curve]:
-    return {
-        name: Curve(tuple((float(size), float(secs)) for size, secs in points))
-        for name, points in found.items()
-        if points
-    }
+def _decode_curves(found: Any) -> dict[str, Curve]:
+    """Curves by name. Sizes must increase, and all numbers be above 0, for their logarithms are used."""
+    curves: dict[str, Curve] = {}
+    for name, points in found.items():
+        pairs = [(_in_range(size, name, _LEAST), _in_range(secs, name, _LEAST)) for size, secs in points]
+        sizes = [size for size, _ in pairs]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"the sizes of {name!r:.60} are not in order")
+        if pairs:
+            curves[name] = Curve(tuple(pairs))
+    return curves

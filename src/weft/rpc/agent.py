@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from weft.errors import ConfigError, PeerError, StateError
+from weft.errors import PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry, tracking
 from weft.rpc.calling import Caller
@@ -31,7 +31,7 @@ from weft.rpc.gathering import Gatherings
 from weft.rpc.later import SOME_TIME_SECS, SOON_SECS, Later
 from weft.rpc.links import Links
 from weft.rpc.notices import write_notice
-from weft.rpc.options import AgentOptions
+from weft.rpc.options import AgentOptions, check_secs
 from weft.rpc.owned import GlobalId
 from weft.rpc.packing import Packer
 from weft.rpc.peers import Peer
@@ -43,10 +43,12 @@ from weft.rpc.serving import Server
 from weft.rpc.tensors import TensorPost
 from weft.rpc.wire import Kind, encode_parts
 from weft.rpc.workers import Card, WorkerInfo
+from weft.trust import JobSecret
 
 logger = logging.getLogger(__name__)
 _DOUBT_SECS = 0.1  # how long a link may be down before its worker is gone: a goodbye may be on its way
 _JOIN_SECS = 5.0
+_LEAVE_SECS = 10.0
 _DROP_SECS = 0.01  # so late at most an owner hears of RRefs that are gone
 
 
@@ -57,7 +59,7 @@ class Agent:
         self,
         info: WorkerInfo,
         epoch: int,
-        secret: bytes,
+        secret: JobSecret,
         options: AgentOptions,
         look_up: Callable[[str | int], Card | None] | None,
     ) -> None:
@@ -68,7 +70,7 @@ class Agent:
         self.timeout_secs = options.timeout_secs
         self.is_ended = False
         self.calls = CallTable()
-        self.post = TensorPost(info.id)
+        self.post = TensorPost(info.id, hides_gaps=options.allow is not None)
         # A worker that takes a dead one's place in a late group must not give out its ids again.
         first_id = secrets.randbits(62) if is_late_group else 0
         self.book = RRefBook(info.id, first_id, self.tell, self.tell_later, self.is_lost, self.let_go)
@@ -80,7 +82,7 @@ class Agent:
         self.peers = self.directory.peers
         self.when_lost: list[Callable[[Peer], None]] = []
         # Of a dynamic group; joining.py sets them.
-        self.leave_group: Callable[[], None] | None = None
+        self.leave_group: Callable[[float], bool] | None = None
         self.list_members: Callable[[], list[Card]] | None = None
         self._introducing = threading.Lock()
         self._ending = threading.Lock()
@@ -208,12 +210,7 @@ class Agent:
         """Seconds for a call; 0 for none."""
         if timeout == UNSET_RPC_TIMEOUT:
             return self.timeout_secs
-        if timeout < 0:
-            raise ConfigError(
-                f"timeout must be 0 (none) or more seconds, or {UNSET_RPC_TIMEOUT} for the default, not "
-                f"{timeout}."
-            )
-        return float(timeout)
+        return check_secs(timeout, f"timeout (in a call; {UNSET_RPC_TIMEOUT} for the default)")
 
     def take(self, call_id: int) -> Call | None:
         """Take a call out of the table, to answer it."""
@@ -365,20 +362,17 @@ class Agent:
 
     # The end
 
-    def end(self, failure: str | None = None) -> None:
+    def end(self, failure: str | None = None, leave_secs: float = _LEAVE_SECS) -> bool:
         """Leave: say goodbye, stop serving, end every thread. Open calls are answered with an error.
 
-        `failure` says why this worker did not leave by itself.
+        `failure` says why this worker did not leave by itself. Returns False when it is still on the group's
+        list, because the store of a dynamic group did not answer for `leave_secs`.
         """
         with self._ending:
             if self._is_ending:
-                return
+                return True
             self._is_ending = True
-        if self.leave_group is not None:
-            try:
-                self.leave_group()
-            except Exception:
-                logger.debug("the group's store is gone", exc_info=True)
+        has_left = self.leave_group is None or self.leave_group(leave_secs)
         self.clock.stop()
         self._tell_drops()
         for peer in list(self.peers.values()):
@@ -396,3 +390,4 @@ class Agent:
         self.pool.finish_backlog()
         self.links.close()
         self.post.close()
+        return has_left

@@ -15,7 +15,8 @@ from weft.rpc import gathering, registry, torch_names
 from weft.rpc.agent import Agent
 from weft.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from weft.rpc.directory import Destination
-from weft.rpc.options import check_timeout
+from weft.rpc.message_forms import is_named, need
+from weft.rpc.options import check_secs, check_timeout
 from weft.rpc.rref import RRef
 from weft.rpc.workers import WorkerInfo
 
@@ -45,6 +46,7 @@ Arguments = tuple[Any, ...] | list[Any] | None
 # Whether values that others still hold at a graceful shutdown are an error.
 _ignore_rref_leak = True
 _LEAK_WAIT_SECS = 2.0
+_LEAST_LEAVE_SECS = 0.5  # that the store has to answer, where the timeout is over already
 _thread_local_var = threading.local()
 _polling = threading.Event()  # never set: its wait is a pause
 
@@ -165,6 +167,8 @@ def _all_gather(
 ) -> dict[str, Any]:
     """An object of every worker, by its name. All of them must call it."""
     agent = registry.current_agent()
+    if timeout != UNSET_RPC_TIMEOUT:
+        check_secs(timeout, "_all_gather: timeout")
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
     return gathering.gather(agent, obj, names, timeout, _gather_to_leader, _broadcast_to_followers)
 
@@ -173,11 +177,15 @@ def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: Iterable[str] | None = None
 ) -> None:
     agent = registry.current_agent()
+    is_right = type(sequence_id) is str and type(worker_name) is str
+    need(is_right and type(worker_names) in (set, type(None)), "a part of a gathering")
     names = set(worker_names or (info.name for info in agent.get_worker_infos()))
+    need(worker_name in names and all(type(name) is str for name in names), "a part of a gathering")
     agent.gatherings.add(sequence_id, worker_name, obj, names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    need(type(sequence_id) is str and is_named(objects_map), "the result of a gathering")
     registry.current_agent().gatherings.complete(sequence_id, objects_map)
 
 
@@ -202,20 +210,43 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     the same. Otherwise end now: calls that have no answer fail, here and on the others.
     """
     agent = registry.current_agent()
+    check_secs(timeout, "shutdown: timeout")
     if graceful and agent.pool.is_worker:
         raise StateError("shutdown: a handler can't wait for its own end. Use graceful=False there.")
+    deadline = time.monotonic() + timeout if timeout else None
     try:
         if graceful and agent.is_static:
-            deadline = time.monotonic() + timeout if timeout else None
             _wait_all_workers(timeout)
             _settle(agent, deadline)
             _delete_all_user_and_unforked_owner_rrefs()
             _check_leaks(agent)
             _wait_idle(agent, deadline)  # answers to the last gathering are on their way
         elif graceful:
-            _wait_idle(agent, time.monotonic() + timeout if timeout else None)
-    finally:
-        agent.end()
+            _wait_idle(agent, deadline)
+    except BaseException:
+        _end(agent, deadline)
+        raise
+    began = time.monotonic()
+    if not _end(agent, deadline):
+        raise _silent_store_error(agent, time.monotonic() - began)
+
+
+def _end(agent: Agent, deadline: float | None) -> bool:
+    """End an agent within what is left of a timeout; returns False if it is still on its group's list."""
+    if deadline is None:
+        return agent.end()
+    return agent.end(leave_secs=max(_LEAST_LEAVE_SECS, deadline - time.monotonic()))
+
+
+def _silent_store_error(agent: Agent, secs: float) -> PeerTimeoutError:
+    host = agent.peers.get(0)
+    by = "" if host is None else f", which worker '{host.info.name}' (id 0) hosts as a rule,"
+    return PeerTimeoutError(
+        f"shutdown: the store of this group{by} did not answer for {secs:.1f} seconds. "
+        f"Worker '{agent.info.name}' has ended all the same; it stays on the group's list until the store "
+        "answers.",
+        [] if host is None else [0],
+    )
 
 
 def _settle(agent: Agent, deadline: float | None) -> None:

@@ -22,6 +22,7 @@ from weft.local.segment import Segment, SegmentName, open_segment, own_segment
 
 _POOL, _CALLER, _AWAKE, _LISTENING = 0, 16, 32, 48  # words of 4 bytes, each in a cache line of its own
 _LOOKING, _ASLEEP = 1, 2  # what a caller that listens does
+_KIND = "weft-bell"  # of memory
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -115,9 +116,9 @@ class Bell:
 
 def own_bell(own_id: int) -> Bell:
     """This worker's bell."""
-    return Bell(own_segment(1, is_reclaimed=False), own_id)
+    return Bell(own_segment(1, is_reclaimed=False, kind=_KIND), own_id)
 
 
 def open_bell(name: SegmentName, peer_id: int, own_id: int) -> Bell:
-    """Another worker's bell."""
-    return Bell(open_segment(name, peer_id), own_id)
+    """Another worker's bell. Raises PeerError for memory that is no bell, and as open_segment does."""
+    return Bell(open_segment(name, peer_id, _KIND), own_id)

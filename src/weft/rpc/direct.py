@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.rpc.allowed import Allowed
 from weft.rpc.pickling import find_global, name_global
 
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None)))
@@ -68,9 +67,9 @@ def put_back(
     places: Sequence[int],
     kwargs: dict[str, Any],
     tensors: Sequence[torch.Tensor],
-    allow: Allowed | None,
+    find: Callable[[str, str], Any] = find_global,
 ) -> Any:
-    """What was lifted, with its tensors. Raises as unpickling does for a function that can't be named."""
+    """Undo lifting: put the tensors back. `find` looks a function up, and raises where there is none."""
     if places:
         filled = list(values)
         for place, tensor in zip(places, tensors, strict=True):
@@ -80,4 +79,4 @@ def put_back(
         return values[0]
     if isinstance(what, int):
         return values
-    return find_global(*what, allow), values, kwargs
+    return find(*what), values, kwargs

@@ -48,6 +48,7 @@ class Directory:
                     is_same_host=card.host == this_host(),
                     device_map=device_map,
                     is_answer=is_answer,
+                    takes_memory=card.takes_memory,
                 )
                 for is_answer, device_map in (
                     (False, self._device_maps.get(card.name, {})),

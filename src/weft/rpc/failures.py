@@ -11,7 +11,9 @@ import pickle
 import traceback
 from typing import Any, cast
 
-from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
+from weft.rpc.fence import Fence
+from weft.rpc.message_forms import check_failure
+from weft.rpc.pickling import pickle_object, unpickle_object
 from weft.rpc.workers import WorkerInfo
 
 Failure = tuple[str, str, bytes | None]  # what it is, its traceback, its pickle
@@ -34,29 +36,35 @@ def fresh_copy(error: BaseException) -> BaseException:
     return copied
 
 
-def describe_failure(error: BaseException, worker: WorkerInfo) -> Failure:
-    """An exception as data."""
+def describe_failure(error: BaseException, worker: WorkerInfo, *, is_fenced: bool = False) -> Failure:
+    """An exception as data. `is_fenced`: as in pickle_object."""
     frames = traceback.format_exception(type(error), error, error.__traceback__)
     headline = "".join(traceback.format_exception_only(error)).strip()  # whatever its __str__ does
     text = f"On {worker}:\n{headline}\n{''.join(frames)}"
     try:
-        pickled = pickle_object(error)
+        pickled = pickle_object(error, is_fenced=is_fenced)
         body = pickled.body if not pickled.tensors and not pickled.buffers else None
     except Exception:
         body = None
     return headline, text, body
 
 
-def rebuild_failure(failure: Failure, allowed: Allowed | None) -> BaseException:
-    """The exception, to be raised here."""
-    headline, text, body = failure
+def rebuild_failure(failure: object, fence: Fence | None) -> BaseException:
+    """The exception, to be raised here.
+
+    With a fence a peer can't end this worker by what it raises: anything but an Exception (SystemExit, say)
+    becomes a RuntimeError.
+    """
+    check_failure(failure)
+    headline, text, body = cast(Failure, failure)
     if body is None:
         error: BaseException = RuntimeError(f"{headline}\n(It could not be pickled.) {text}")
     else:
         try:
-            error = cast(BaseException, unpickle_object(body, (), (), allowed))
-            if not isinstance(cast(Any, error), BaseException):
-                raise pickle.UnpicklingError(f"{type(error).__name__} is no exception")
+            unpickle = unpickle_object if fence is None else fence.unpickle
+            error = cast(BaseException, unpickle(body, (), ()))
+            if not isinstance(cast(Any, error), BaseException if fence is None else Exception):
+                raise pickle.UnpicklingError(f"{type(error).__name__} is not an Exception")
         except Exception as problem:
             error = RuntimeError(
                 f"Failed to create original exception type. Error msg was {problem} Original exception on "

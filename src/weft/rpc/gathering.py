@@ -10,16 +10,22 @@ leader.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import PeerError, PeerTimeoutError
 from weft.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from weft.rpc.message_forms import need
 from weft.rpc.peers import Peer
 
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
+
+
+# How long after its timeout a gathering may still send its result or its failure to the workers.
+_LAST_WORD_SECS = 1.0
 
 
 class Gathering:
@@ -118,8 +124,9 @@ def gather(
     others.
     """
     leader = min(names)
+    is_limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     call_secs = agent.timeout_secs if timeout == UNSET_RPC_TIMEOUT else timeout
-    wait_secs = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    deadline = time.monotonic() + timeout if is_limited else float("inf")
     sequence_id, gathering = agent.gatherings.begin(names)
     is_leader = agent.info.name == leader
     try:
@@ -130,8 +137,10 @@ def gather(
         else:
             arguments = (sequence_id, agent.info.name, obj, names)
             agent.caller.call_async(leader, to_leader, arguments, {}, call_secs, is_internal=True).wait()
+        # The leader times out at the same moment, and then reports which workers are missing.
+        left_secs = deadline - time.monotonic() + (0.0 if is_leader else _LAST_WORD_SECS)
         with agent.pool.blocking():
-            is_over = gathering.is_over.wait(wait_secs)
+            is_over = gathering.is_over.wait(max(0.0, left_secs) if is_limited else None)
         if gathering.error is not None:
             raise gathering.error
         if not is_over:
@@ -142,7 +151,8 @@ def gather(
                 [agent.directory.find(name).info.id for name in missing],
             )
         if is_leader:
-            _spread(agent, sequence_id, gathering, call_secs, to_followers)
+            left_secs = max(_LAST_WORD_SECS, deadline - time.monotonic())
+            _spread(agent, sequence_id, gathering, left_secs if is_limited else call_secs, to_followers)
         return gathering.objects
     except BaseException as error:
         if is_leader:
@@ -187,12 +197,24 @@ def _spread_failure(agent: Agent, sequence_id: str, names: set[str], error: Base
     for name in names:
         if agent.directory.find(name).lost is None:
             agent.caller.call_async(
-                name, fail_gathering, (sequence_id, text, ranks), {}, 1.0, is_internal=True
+                name,
+                fail_gathering,
+                (sequence_id, text, ranks, isinstance(error, PeerTimeoutError)),
+                {},
+                _LAST_WORD_SECS,
+                is_internal=True,
             )
 
 
-def fail_gathering(sequence_id: str, text: str, ranks: tuple[int, ...]) -> None:
+def fail_gathering(sequence_id: str, text: str, ranks: tuple[int, ...], is_late: bool) -> None:
     """On the others: the leader has given up."""
     from weft.rpc import registry
 
-    registry.current_agent().gatherings.fail(sequence_id, PeerError(text, ranks))
+    is_right = type(sequence_id) is str and type(text) is str and type(is_late) is bool
+    need(
+        is_right and type(ranks) is tuple and all(type(rank) is int for rank in ranks),
+        "the end of a gathering",
+    )
+    registry.current_agent().gatherings.fail(
+        sequence_id, (PeerTimeoutError if is_late else PeerError)(text, ranks)
+    )

@@ -2,32 +2,30 @@
 
 A static group is complete when every one of `world_size` workers has left its card: only then does anyone
 return from init_rpc. A dynamic group has a list of members that workers join and leave at will; a worker that
-is called by a name nobody knows yet is looked up there.
-
-The store is not trusted. Cards are plain data, and whoever writes a false one still lacks the secret.
+is called by a name nobody knows yet is looked up there. The entries in the store are meeting.py's.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import secrets
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any
+import threading
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from weft.errors import ConfigError, PeerError, PeerTimeoutError, StateError, UnfitError
+from weft.errors import (
+    ConfigError,
+    PeerError,
+    StateError,
+)
 from weft.rpc.agent import Agent
 from weft.rpc.devices import WorkerDevices, check_device_maps
 from weft.rpc.directory import device_map_of
+from weft.rpc.meeting import SAME_SECRET, Meeting, Store
 from weft.rpc.options import AgentOptions
-from weft.rpc.secret import make_secret, read_secret_file, write_secret_file
 from weft.rpc.workers import (
     Card,
     WorkerInfo,
@@ -38,164 +36,8 @@ from weft.rpc.workers import (
     this_host,
 )
 
-Store = Any  # torch.distributed.Store, which is not declared as exported
-_LONGEST_WAIT_SECS = 24 * 3600.0
-_SAME_SECRET = "All workers must have the same secret (WEFT_RPC_SECRET, or the option secret=)."
-_SECRET_KEY = "secret"  # among the members of a dynamic group, whose other keys are ids
+logger = logging.getLogger(__name__)
 _WILDCARDS = ("0.0.0.0", "::", "*")
-
-
-class Meeting:
-    """A group's corner of the store."""
-
-    def __init__(self, store: Store, timeout_secs: float, *, is_static: bool, rank: int) -> None:
-        self._timeout = timedelta(seconds=timeout_secs or _LONGEST_WAIT_SECS)
-        corner = dist.PrefixStore("weft_rpc", store)  # pyright: ignore[reportPrivateImportUsage]
-        corner.set_timeout(self._timeout)
-        kind = "static" if is_static else "dynamic"
-        if _agree(corner, "kind", kind) != kind:
-            raise UnfitError(
-                "RPC group mixes statically and dynamically initialized members which is not supported. "
-                "Give every worker the same world_size, or none of them."
-            )
-        # Workers that meet at this store for the n-th time meet the others' n-th time.
-        turn = corner.add(f"turn/{rank}", 1) if is_static else 0
-        self._corner: Store = dist.PrefixStore(str(turn), corner)  # pyright: ignore[reportPrivateImportUsage]
-        self._corner.set_timeout(self._timeout)
-        self.epoch = int(_agree(self._corner, "epoch", str(secrets.randbits(63))))
-        self._secret_file: str | None = None
-
-    # The secret
-
-    def share_secret(self, rank: int) -> bytes:
-        """The secret of a static group on one host that was given none. Rank 0 makes it."""
-        if rank == 0:
-            secret = make_secret()
-            self._secret_file = write_secret_file(secret)
-            self._corner.set("secret", self._secret_file)
-            return secret
-        return read_secret_file(self._wait_for("secret", "the first worker (rank 0)").decode())
-
-    def find_secret(self) -> bytes:
-        """The same for a dynamic group: whoever finds none makes it. The last one to leave removes it."""
-        while True:
-            before = _agree(self._corner, "members", "{}")
-            members = json.loads(before)
-            if _SECRET_KEY in members:
-                try:
-                    return read_secret_file(members[_SECRET_KEY])
-                except ConfigError:
-                    if any(is_listening(card) for card in _cards(members)):
-                        raise
-            secret = make_secret()
-            self._secret_file = write_secret_file(secret)
-            if self._replace(before, {**members, _SECRET_KEY: self._secret_file}):
-                return secret
-            self.remove_secret()
-
-    def remove_secret(self) -> None:
-        """Remove the file with the secret, once everyone has read it."""
-        if self._secret_file is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self._secret_file)
-            self._secret_file = None
-
-    # Cards
-
-    def publish(self, card: Card) -> None:
-        """Leave this worker's card."""
-        self._corner.set(f"card/{card.id}", card.encode())
-
-    def read_all(self, world_size: int) -> list[Card]:
-        """The cards of every worker of a static group; waits for those that are not there yet."""
-        return [
-            Card.decode(self._wait_for(f"card/{rank}", f"rank {rank} of {world_size}"))
-            for rank in range(world_size)
-        ]
-
-    def report(self, rank: int, problem: str) -> None:
-        """Say whether this worker can talk to the first; what is wrong, or nothing."""
-        self._corner.set(f"report/{rank}", problem or "-")
-
-    def read_reports(self, rank: int, world_size: int) -> str:
-        """What is wrong with the workers of a static group, once all have said. The first one gathers it."""
-        if rank == 0:
-            reports = [self._wait_for(f"report/{other}", f"rank {other}") for other in range(1, world_size)]
-            problems = " ".join(report.decode() for report in reports if report != b"-")
-            self._corner.set("verdict", problems or "-")
-        verdict = self._wait_for("verdict", "the first worker (rank 0)").decode()
-        return "" if verdict == "-" else verdict
-
-    def _wait_for(self, key: str, who: str) -> bytes:
-        try:
-            return self._corner.get(key)
-        except RuntimeError as error:  # DistStoreError; of a file store a plain one
-            raise PeerTimeoutError(
-                f"init_rpc: {who} did not come within {self._timeout.total_seconds():g} seconds "
-                "(rpc_timeout). Every worker must call init_rpc with the same world_size and init_method."
-            ) from error
-
-    # Members of a dynamic group
-
-    def members(self) -> list[Card]:
-        """The cards of those who are there."""
-        return _cards(json.loads(_agree(self._corner, "members", "{}")))
-
-    def join(self, card: Card) -> list[Card]:
-        """Join the members; those who were there before."""
-
-        def add(members: dict[str, str]) -> dict[str, str]:
-            rivals = [other for other in _cards(members) if other.id == card.id or other.name == card.name]
-            # One that died could not leave: nobody listens where it did.
-            alive = [other for other in rivals if is_listening(other)]
-            check_distinct([*alive, card])
-            if alive:
-                raise UnfitError(
-                    f"init_rpc: rank {card.id} is not unique: another worker of that rank is there."
-                )
-            gone = {str(other.id) for other in rivals}
-            members = {key: text for key, text in members.items() if key not in gone}
-            return {**members, str(card.id): card.encode().decode()}
-
-        return _cards(self._change_members(add))
-
-    def leave(self, worker_id: int) -> None:
-        """Leave the members."""
-
-        def remove(members: dict[str, str]) -> dict[str, str]:
-            left = {key: text for key, text in members.items() if key != str(worker_id)}
-            return left if _cards(left) else {}
-
-        before = self._change_members(remove)
-        if _SECRET_KEY in before and not _cards(remove(before)):
-            self._secret_file = before[_SECRET_KEY]
-            with suppress(ConfigError):
-                read_secret_file(self._secret_file)  # it is one of ours, whatever the store says
-                self.remove_secret()
-
-    def _change_members(self, change: Callable[[dict[str, str]], dict[str, str]]) -> dict[str, str]:
-        """Change the members as nobody else does at the same time; what they were before."""
-        while True:
-            before = _agree(self._corner, "members", "{}")
-            if self._replace(before, change(json.loads(before))):
-                return json.loads(before)
-
-    def _replace(self, before: str, members: dict[str, str]) -> bool:
-        after = json.dumps(members)
-        return before == after or _text(self._corner.compare_set("members", before, after)) == after
-
-
-def _cards(members: dict[str, str]) -> list[Card]:
-    return [Card.decode(text.encode()) for key, text in members.items() if key != _SECRET_KEY]
-
-
-def _agree(store: Store, key: str, proposal: str) -> str:
-    """The value that was proposed first for a key."""
-    return _text(store.compare_set(key, "", proposal))
-
-
-def _text(value: bytes | str) -> str:
-    return value if isinstance(value, str) else value.decode()
 
 
 def join_group(store: Store, name: str, rank: int, world_size: int | None, options: AgentOptions) -> Agent:
@@ -215,6 +57,7 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
         secret = options.secret
         if secret is None:
             secret = meeting.share_secret(rank) if world_size else meeting.find_secret()
+        meeting.seal_with(secret)
         look_up = None if world_size else lambda key: _find_member(meeting, key)
         agent = Agent(WorkerInfo(name, rank), meeting.epoch, secret, options, look_up)
         card = _make_card(agent, options)
@@ -223,10 +66,9 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
             meeting.publish(card)
             cards = meeting.read_all(world_size)
             check_distinct(cards)
-            meeting.remove_secret()
         else:
             cards = [*meeting.join(card), card]
-            agent.leave_group = lambda: meeting.leave(rank)
+            agent.leave_group = lambda secs: _leave_within(meeting, rank, secs)
             agent.list_members = meeting.members
         _check_devices(cards, is_static=bool(world_size))
         for other in cards:
@@ -241,9 +83,23 @@ def join_group(store: Store, name: str, rank: int, world_size: int | None, optio
     except BaseException:
         if agent is not None:
             agent.end()
-        if world_size:
-            meeting.remove_secret()
         raise
+
+
+def _leave_within(meeting: Meeting, rank: int, secs: float) -> bool:
+    """Leave a dynamic group; False when its store does not answer for so long."""
+
+    def leave() -> None:
+        try:
+            meeting.leave(rank)
+        except Exception:
+            logger.debug("the group's store is gone", exc_info=True)
+
+    # A store whose host is stopped answers nobody, and can't be asked with a timeout.
+    leaving = threading.Thread(target=leave, name="weft-rpc-leave", daemon=True)
+    leaving.start()
+    leaving.join(secs)
+    return not leaving.is_alive()
 
 
 def _check_links(agent: Agent, meeting: Meeting, world_size: int) -> None:
@@ -258,13 +114,13 @@ def _check_links(agent: Agent, meeting: Meeting, world_size: int) -> None:
     problems = meeting.read_reports(agent.info.id, world_size)
     if problems:
         raise PeerError(
-            f"init_rpc: not all workers can talk to each other. {problems} {_SAME_SECRET}",
+            f"init_rpc: not all workers can talk to each other. {problems} {SAME_SECRET}",
             [agent.info.id],
         )
 
 
 def _check_entry(agent: Agent) -> None:
-    """Raise when none of those who are in a dynamic group lets this worker in."""
+    """Raise when no member of a dynamic group accepts this worker's connection."""
     others = [peer for peer in agent.peers.values() if peer.info != agent.info and is_listening(peer.card)]
     problem: PeerError | None = None
     for other in others:
@@ -275,7 +131,7 @@ def _check_entry(agent: Agent) -> None:
         else:
             return
     if problem is not None:
-        raise PeerError(f"init_rpc: {problem} {_SAME_SECRET}", problem.ranks) from problem
+        raise PeerError(f"init_rpc: {problem} {SAME_SECRET}", problem.ranks) from problem
 
 
 def _find_member(meeting: Meeting, key: str | int) -> Card | None:
@@ -296,6 +152,7 @@ def _make_card(agent: Agent, options: AgentOptions) -> Card:
         local_address=agent.links.local_address,
         remote_address=_reachable(agent.links.remote_address),
         bell=list(agent.links.bell.name),
+        takes_memory=options.allow is None,
         num_devices=torch.cuda.device_count(),
         devices=[str(device) for device in options.devices],
         device_maps={

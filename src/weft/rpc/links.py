@@ -15,16 +15,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from weft.errors import ConfigError, PeerError, StateError
+from weft.errors import PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc.bell import Bell, open_bell, own_bell
+from weft.rpc.frames import split_parts
+from weft.rpc.inbox import MAX_FRAME_BYTES, Inbox
 from weft.rpc.ring import Part, RingReader, RingWriter
 from weft.rpc.secret import Keys
 from weft.rpc.watching import CONNECT_SECS, Watch
@@ -58,7 +59,7 @@ class Link:
             if self.is_closed:
                 raise PeerError(f"the link to worker {self.peer_id} is closed.", [self.peer_id])
             if self._ring is None or self._bell is None:
-                self.socket.send_multipart(parts)
+                self.socket.send_multipart(split_parts(parts))
                 return True
             is_written = not self._waiting and self._ring.write(parts)
             if not is_written:
@@ -117,38 +118,18 @@ class Links:
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self.is_closing = False
-        self.local_address = f"ipc://@weft-rpc-{uuid.uuid4().hex}"  # abstract: no file is left behind
-        self.remote_address: str | None = None
         self.bell = own_bell(own_id)
         self._mail: deque[Sequence[Part]] = deque()  # what came by zmq, and from this worker itself
         self._accepted: dict[int, RingReader] = {}
         self._readers: list[RingReader] = []
         self._readers_lock = threading.Lock()
         try:
-            inbox = self._make_inbox(listen)
+            inbox = Inbox(self._context, keys, listen)
+            self.local_address, self.remote_address = inbox.local_address, inbox.remote_address
             self._watch = Watch(self._context, keys.public, inbox, self.put_mail, self._lose)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-
-    def _make_inbox(self, listen: str | None) -> zmq.Socket[bytes]:
-        inbox = self._context.socket(zmq.PULL)
-        inbox.set_hwm(0)
-        inbox.curve_server = 1
-        inbox.curve_publickey, inbox.curve_secretkey = self._keys.public, self._keys.secret
-        inbox.setsockopt(zmq.ZAP_DOMAIN, b"weft.rpc")
-        inbox.bind(self.local_address)
-        if listen is not None:
-            host = f"[{listen}]" if ":" in listen else listen
-            inbox.setsockopt(zmq.IPV6, int(":" in listen))
-            try:
-                port = inbox.bind_to_random_port(f"tcp://{host}")
-            except zmq.ZMQError as error:
-                raise ConfigError(
-                    f"init_rpc: can't listen on {listen!r} ({error}). Give an address of this host."
-                ) from error
-            self.remote_address = f"tcp://{host}:{port}"
-        return inbox
 
     def open(self, peer_id: int, address: str) -> None:
         """Begin to connect to a peer. What is sent meanwhile goes when the link is up."""
@@ -173,6 +154,9 @@ class Links:
         socket.curve_serverkey = self._keys.public
         socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(
+            zmq.MAXMSGSIZE, MAX_FRAME_BYTES
+        )  # another process may have the peer's address by now
         if address.startswith("tcp"):
             socket.setsockopt(zmq.IPV6, int("[" in address))
             socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -186,7 +170,7 @@ class Links:
             if not self.is_closing:
                 socket = self._make_socket(address)
                 socket.connect(address)
-                socket.send_multipart(parts)
+                socket.send_multipart(split_parts(parts))
                 socket.close(linger=_GOODBYE_MS)
 
     def wait_up(self, peer_id: int) -> str | None:
@@ -254,13 +238,13 @@ class Links:
     def offer_ring(self, peer_id: int) -> SegmentName:
         """Make the ring to a peer of this host; the peer opens it by its name."""
         link = self._links[peer_id]
-        link.offered = RingWriter()
+        link.offered = RingWriter(self._own_id, peer_id)
         return link.offered.name
 
     def accept_ring(self, peer_id: int, name: SegmentName) -> bool:
         """Open the ring that a peer offers; False where this system does not let it."""
         try:
-            self._accepted[peer_id] = RingReader(name, peer_id)
+            self._accepted[peer_id] = RingReader(name, peer_id, self._own_id)
         except (PeerError, StateError, OSError):
             return False
         return True

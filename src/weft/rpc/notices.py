@@ -9,6 +9,8 @@ import pickle
 import struct
 from typing import Any
 
+from weft.rpc.data_unpickler import load_data
+from weft.rpc.message_forms import check_notice
 from weft.rpc.owned import GlobalId
 from weft.rpc.packing import load_plain
 
@@ -20,6 +22,6 @@ def write_notice(notice: tuple[Any, ...]) -> bytes:
     return pickle.dumps(tuple([tuple(part) if isinstance(part, GlobalId) else part for part in notice]), 5)
 
 
-def read_notice(body: bytes | memoryview) -> tuple[Any, ...]:
-    """The notice in the body of a CONTROL message."""
-    return load_plain(body)
+def read_notice(body: bytes | memoryview, *, is_fenced: bool = False) -> tuple[Any, ...]:
+    """Decode the notice in a CONTROL message. Raises for anything else; `is_fenced`: without pickle."""
+    return check_notice(load_data(body) if is_fenced else load_plain(body))

@@ -22,10 +22,15 @@ from torch import nn
 
 from weft.errors import PeerError, StateError
 from weft.rpc.direct import Lifted, lift_call, lift_value, put_back
-from weft.rpc.failures import Failure, rebuild_failure
-from weft.rpc.pickling import Allowed, pickle_object, unpickle_object
+from weft.rpc.failures import Failure, describe_failure, rebuild_failure
+from weft.rpc.fence import Fence
+from weft.rpc.fenced_unpickler import sealed
+from weft.rpc.message_forms import check_bools
+from weft.rpc.pickling import find_global, pickle_object, unpickle_object
+from weft.rpc.tensor_memory import shares_elements
 from weft.rpc.tensors import Route, TensorPost
 from weft.rpc.tracking import Stub, Tracker
+from weft.rpc.workers import WorkerInfo
 from weft.tensors import find_tensors, map_tensors
 
 # Bytes of the index, number of the pickle's own buffers, context of distributed autograd.
@@ -34,27 +39,6 @@ _CONTEXT = struct.Struct("<8xQ")
 _NO_INDEX = _PREFIX.pack(0, 0, 0)
 _DIRECT = 0xFFFFFFFF  # in the place of the index's length: there is nothing else
 PACKED_NONE = _NO_INDEX + pickle_object(None).body
-# What weft's own messages name, whatever the user allows.
-OWN_NAMES = (
-    "weft.dist_autograd.messages.find_part",
-    "weft.dist_autograd.messages.take_gradients",
-    "weft.dist_autograd.optimizer.load_local_state",
-    "weft.dist_autograd.optimizer.make_local_optimizer",
-    "weft.dist_autograd.optimizer.read_local_state",
-    "weft.dist_autograd.optimizer.step_local_optimizer",
-    "weft.rpc.api._broadcast_to_followers",
-    "weft.rpc.api._gather_to_leader",
-    "weft.rpc.gathering.fail_gathering",
-    "weft.rpc.proxy._rref_typeof_on_owner",
-    "weft.rpc.proxy.call_async_method",
-    "weft.rpc.proxy.call_method",
-    "weft.rpc.proxy.call_plain_method",
-    "weft.rpc.proxy.run_backward",
-    "weft.rpc.remote_module.RemoteModule",
-    "weft.rpc.remote_module.receive_remote_module",
-    "weft.rpc.rref.rebuild_rref",
-    "weft.rpc.workers.WorkerInfo",
-)
 
 
 @dataclass(slots=True)
@@ -80,6 +64,7 @@ class Cargo:
     unconfirmed: list[Any] = field(default_factory=list[Any])  # RRefs that arrived, unknown to their owners
 
 
+@sealed
 class Reference:
     """What refers to a value of some worker's, and is counted while it travels. rref.py has the one class."""
 
@@ -111,7 +96,8 @@ def current_cargo(doing: str) -> Cargo:
 class Packer:
     """Packs and unpacks for one agent. `unclaimed` gets the cargo of a message not unpacked whole.
 
-    `rebuild_rref(place)` gives the RRef at a place in the cargo of the message at hand.
+    `rebuild_rref(place)` returns the RRef at a place in the cargo of the current message. `allow`: the names
+    that peers may use, None for all.
     """
 
     def __init__(
@@ -125,15 +111,19 @@ class Packer:
     ) -> None:
         self._post = post
         self._tracker = tracker
-        self._allowed = None if allow is None else Allowed(allow, OWN_NAMES)
+        self.fence = None if allow is None else Fence(allow, rebuild_rref)
         self._unclaimed = unclaimed
         self._undo = undo
         self._rebuild_rref = rebuild_rref
 
     def check_call(self, function: object) -> None:
         """Raise RefusedError for a function that peers may not call."""
-        if self._allowed is not None:
-            self._allowed.check_call(function)
+        if self.fence is not None:
+            self.fence.check_call(function)
+
+    def find_method(self, value: object, name: str) -> Callable[..., Any]:
+        """Look up a method that a peer names. Raises RefusedError for one that it may not call."""
+        return getattr(value, name) if self.fence is None else self.fence.allowed.find_method(value, name)
 
     def pack_call(
         self,
@@ -207,7 +197,9 @@ class Packer:
         outer, cargo = under_way.cargo, Cargo(route.peer_id, is_answered=not route.is_answer)
         under_way.cargo = cargo
         try:
-            pickled = pickle_object(_without_parameters(obj) if context_id else obj)
+            pickled = pickle_object(
+                _without_parameters(obj) if context_id else obj, is_fenced=self.fence is not None
+            )
             if not pickled.tensors and not pickled.buffers and not cargo.forks and not context_id:
                 return Packed(_NO_INDEX + pickled.body, [], cargo)
             descriptors, buffers = self._post.pack(pickled.tensors, route) if pickled.tensors else (None, [])
@@ -224,9 +216,13 @@ class Packer:
         finally:
             under_way.cargo = outer
 
-    def rebuild_failure(self, failure: Failure) -> BaseException:
+    def describe_failure(self, error: BaseException, worker: WorkerInfo) -> Failure:
+        """An exception as data."""
+        return describe_failure(error, worker, is_fenced=self.fence is not None)
+
+    def rebuild_failure(self, failure: object) -> BaseException:
         """The exception that a peer's failure stands for; only what is allowed is built."""
-        return rebuild_failure(failure, self._allowed)
+        return rebuild_failure(failure, self.fence)
 
     def withdraw(self, packed: Packed) -> None:
         """Take back what a message lent and registered, since it is not sent."""
@@ -248,6 +244,17 @@ class Packer:
         is_open = context_id and self._tracker is not None and self._tracker.is_open(context_id)
         return context_id if is_open else 0
 
+    def unpack_call(
+        self,
+        body: bytes | memoryview,
+        buffers: Sequence[bytes | memoryview],
+        route: Route,
+        settle: Callable[[list[Any]], None],
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+        """Unpack a call: its function and arguments. Raises as `unpack` does."""
+        payload = self.unpack(body, buffers, route, settle)
+        return payload if self.fence is None else self.fence.check_payload(payload)
+
     def unpack(
         self,
         body: bytes | memoryview,
@@ -266,12 +273,16 @@ class Packer:
             return self._put_back(memoryview(body)[_PREFIX.size :], buffers, route, context_id, settle)
         start = _PREFIX.size + num_index_bytes
         view = memoryview(body)
+        unpickle = unpickle_object if self.fence is None else self.fence.unpickle
         if not num_index_bytes:
-            return unpickle_object(view[start:], buffers, (), self._allowed)
-        descriptors, forks, stub = load_plain(view[_PREFIX.size : start])
+            return unpickle(view[start:], buffers, ())
+        index = view[_PREFIX.size : start]
+        descriptors, forks, stub = (
+            load_plain(index) if self.fence is None else self.fence.read_index(index, route.peer_id)
+        )
         with self._unpacking(list(forks), route, settle):
             tensors = self._unpack_tensors(descriptors, buffers[num_own:], route, context_id, stub)
-            return unpickle_object(view[start:], buffers[:num_own], tensors, self._allowed)
+            return unpickle(view[start:], buffers[:num_own], tensors)
 
     def _put_back(
         self,
@@ -281,19 +292,21 @@ class Packer:
         context_id: int,
         settle: Callable[[list[Any]], None] | None,
     ) -> Any:
-        # Where names matter nothing but plain data is read: the function is looked up, and checked, by name.
-        load = pickle.loads if self._allowed is None else load_plain
-        what, values, places, kwargs, descriptors, stub, *more = load(index)
+        fence = self.fence
+        what, values, places, kwargs, descriptors, stub, *more = (
+            pickle.loads(index) if fence is None else fence.read_direct(index, route.peer_id)
+        )
+        find = find_global if fence is None else fence.find_function
         if not more:
             tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
-            return put_back(what, values, places, kwargs, tensors, self._allowed)
+            return put_back(what, values, places, kwargs, tensors, find)
         (forks,) = more
         with self._unpacking([fork for _, fork in forks], route, settle):
             tensors = self._unpack_tensors(descriptors, buffers, route, context_id, stub)
             filled = list(values)
             for fork_index, (place, _) in enumerate(forks):
                 filled[place] = self._rebuild_rref(fork_index)
-            return put_back(what, tuple(filled), places, kwargs, tensors, self._allowed)
+            return put_back(what, tuple(filled), places, kwargs, tensors, find)
 
     @contextmanager
     def _unpacking(
@@ -315,6 +328,8 @@ class Packer:
         self, descriptors: Any, buffers: Sequence[Any], route: Route, context_id: int, stub: Stub | None
     ) -> Sequence[torch.Tensor]:
         tensors: Sequence[torch.Tensor] = ()
+        if self.fence is not None:
+            buffers = self.fence.own_buffers(descriptors, buffers)
         if descriptors is not None:
             try:
                 tensors = self._post.unpack(descriptors, buffers, route, are_leaves=stub is None)
@@ -324,9 +339,19 @@ class Packer:
                     "held the tensors it sent.",
                     [route.peer_id],
                 ) from error
+        if self.fence is not None:
+            check_bools(tensors)
+            tensors = [_written_out(tensor) for tensor in tensors]
         if context_id and self._tracker is not None:
             return self._tracker.on_receive(context_id, stub, tensors, route)
         return tensors
+
+
+def _written_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, with memory for each element where it may be optimized."""
+    if not tensor.requires_grad or not shares_elements(tensor):
+        return tensor
+    return tensor.detach().contiguous().requires_grad_()
 
 
 def _without_parameters(obj: object) -> object:

@@ -3,7 +3,8 @@
 Functions and classes travel by name. Those that have no name at the other end (lambdas, closures, what a
 notebook defined) travel by value, which is what cloudpickle is for.
 
-How tensors travel is tensors.py's work; what a peer may name is said in allowed.py.
+How tensors travel is tensors.py's work. A worker with `allow=` reads the same bytes with
+fenced_unpickler.py, and pickles objects that peers have made: these must not have it import anything.
 """
 
 from __future__ import annotations
@@ -16,25 +17,19 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
 
-from weft.errors import RefusedError, UnfitError
-from weft.rpc.allowed import Allowed
+from weft.errors import RefusedError
+from weft.rpc.allowed import MAIN_NAMES, missing_name
 
 _PROTOCOL = 5
 _set_dispatch_table: Any = vars(pickle.Pickler)["dispatch_table"].__set__
 _NO_REDUCERS: Mapping[type, Reducer] = types.MappingProxyType({})
-# A spawned process runs the script of its parent as __mp_main__.
-_MAIN_NAMES = {"__main__": "__mp_main__", "__mp_main__": "__main__"}
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
-
-
-class MissingNameError(UnfitError, AttributeError):
-    """A message names something that this worker doesn't have."""
 
 
 @dataclass(slots=True)
@@ -53,8 +48,12 @@ class _Table(dict[type, Reducer]):
         return copyreg.dispatch_table[kind]
 
 
-def pickle_object(obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS) -> Pickled:
+def pickle_object(
+    obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS, *, is_fenced: bool = False
+) -> Pickled:
     """Pickle an object. `reducers` say how objects of these very types are pickled, as `__reduce__` would.
+
+    `is_fenced`: the object may have been made by a peer; no module is imported for it.
 
     Raises what pickle raises. A reducer is called once an object; an object's own `__reduce__` may be called
     twice, when it turns out half-way that something has to go by value.
@@ -71,13 +70,47 @@ def pickle_object(obj: object, reducers: Mapping[type, Reducer] = _NO_REDUCERS) 
         table |= {kind: _once_an_object(reducer) for kind, reducer in reducers.items()}
     if _has_file(sys.modules["__main__"]):
         try:
-            return Pickled(*_dump(obj, pickle.Pickler, table), tensors)
+            return Pickled(*_dump(obj, _FencedPickler if is_fenced else pickle.Pickler, table), tensors)
         except (pickle.PicklingError, AttributeError, TypeError):
             tensors.clear()
     # In a notebook this is the first try: its names can be pickled, and mean nothing elsewhere.
-    return Pickled(
-        *_dump(obj, cloudpickle.Pickler, _Table({**cloudpickle.Pickler.dispatch_table, **table})), tensors
-    )
+    by_value = _FencedCloudPickler if is_fenced else cloudpickle.Pickler
+    return Pickled(*_dump(obj, by_value, _Table({**cloudpickle.Pickler.dispatch_table, **table})), tensors)
+
+
+def _check_imported(obj: Any) -> None:
+    """Raise RefusedError for an object for which pickle would import a module.
+
+    Pickle imports the module that an object names as its own: a class that a peer had a listed class make, or
+    an object whose `__dict__` has a `__module__` and a `__reduce_ex__` that a peer has chosen.
+    """
+    module = getattr(obj, "__module__", None)
+    if module is None and "__module__" not in getattr(obj, "__dict__", ()):
+        return
+    if type(module) is not str or module not in sys.modules:
+        shown = repr(module[:100]) if type(module) is str else f"a {type(module).__name__}"
+        raise RefusedError(
+            f"an object of type {type(obj).__qualname__} can't be sent: it names {shown} as its module, "
+            "which is not imported on this worker, and nothing is imported for a peer."
+        )
+
+
+class _FencedPickler(pickle.Pickler):
+    """Imports nothing."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Check an object, and leave the rest to pickle."""
+        _check_imported(obj)
+        return NotImplemented
+
+
+class _FencedCloudPickler(cloudpickle.Pickler):
+    """The same for what travels by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Check an object, and leave the rest to cloudpickle."""
+        _check_imported(obj)
+        return super().reducer_override(obj)
 
 
 def _has_file(module: types.ModuleType) -> bool:
@@ -115,24 +148,18 @@ def unpickle_object(
     body: bytes | memoryview,
     buffers: Sequence[bytes | memoryview],
     tensors: Sequence[torch.Tensor],
-    allow: Allowed | None = None,
 ) -> object:
     """Undo `pickle_object`. Writable buffers are taken over for good, others are copied.
 
-    Raises MissingNameError (an AttributeError) for a name that is not here, RefusedError for what `allow`
-    doesn't have, and whatever the classes in it raise.
+    Raises MissingNameError (an AttributeError) for a name that is not here, and whatever the classes in it
+    raise.
     """
-    unpickler: _Unpickler | _CheckedUnpickler
     own = (
         [bytearray(buffer) if memoryview(buffer).readonly else buffer for buffer in buffers]
         if buffers
         else ()
     )
-    if allow is None:
-        unpickler = _Unpickler(io.BytesIO(body), buffers=own)
-    else:
-        unpickler = _CheckedUnpickler(io.BytesIO(body), buffers=own)
-        unpickler.allow = allow
+    unpickler = _Unpickler(io.BytesIO(body), buffers=own)
     unpickler.tensors = tensors
     return unpickler.load()
 
@@ -153,12 +180,8 @@ def name_global(function: Any) -> tuple[str, str] | None:
     return (module, name) if is_found and _has_file(sys.modules["__main__"]) else None
 
 
-def find_global(module: str, name: str, allow: Allowed | None) -> Any:
+def find_global(module: str, name: str) -> Any:
     """What a message names. Raises what `unpickle_object` raises for it."""
-    if allow is not None:
-        checked = _CheckedUnpickler(io.BytesIO(), ())
-        checked.allow, checked.tensors = allow, ()
-        return checked.find_class(module, name)
     home = sys.modules.get(module)
     found = None if home is None else getattr(home, name, None)
     if found is not None:  # the usual case, and the quickest way
@@ -237,58 +260,9 @@ class _Unpickler(pickle.Unpickler):
             return _find_elsewhere(module_name, global_name, error)
 
 
-# The unpickler that is written in Python. C's has no door where attributes are set.
-_PythonUnpickler: Any = pickle._Unpickler
-
-
-class _CheckedUnpickler(_PythonUnpickler):
-    """The same, some times slower, for peers that may use only what is allowed.
-
-    A pickle may set attributes on what it made itself, and on nothing that was there before: it could name an
-    allowed class and then replace its methods.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    allow: Allowed
-
-    def __init__(self, file: io.BytesIO, buffers: Sequence[Any]) -> None:
-        super().__init__(file, buffers=buffers)
-        self._found: dict[int, object] = {}  # by id
-
-    def find_class(self, module: str, name: str) -> Any:
-        if type(module) is not str or type(name) is not str:  # `_named` gets what the pickle says
-            raise RefusedError(f"a message names {module!r}.{name!r}: names are texts.")
-        if module == __name__ and name == "_tensor_at":
-            return self.tensors.__getitem__
-        if module == __name__ and name == "_named":
-            return self.find_class
-        self.allow.check_name(module, name)  # before anything is imported
-        try:
-            found = super().find_class(module, name)
-        except (AttributeError, ImportError) as error:
-            found = _find_elsewhere(module, name, error)
-        self.allow.check_found(found, module, name)
-        self._found[id(found)] = found
-        return found
-
-    def get_extension(self, code: int) -> NoReturn:
-        """Refuse copyreg's numbers for names: they are looked up in a table that all share."""
-        raise RefusedError(
-            f"a message names something by the number {code}, which this worker doesn't allow."
-        )
-
-    def _load_build(self) -> None:
-        target = self.stack[-2]
-        if isinstance(target, type) or id(target) in self._found:
-            raise RefusedError(f"a message tried to change {target!r}, which it may only use.")
-        _PythonUnpickler.load_build(self)
-
-    dispatch: ClassVar[dict[int, Any]] = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: _load_build}
-
-
 def _find_elsewhere(module: str, name: str, error: AttributeError | ImportError) -> Any:
     """The name in the other main module, if this is about one. Raises if it isn't, or is not there either."""
-    other = sys.modules.get(_MAIN_NAMES.get(module, ""))
+    other = sys.modules.get(MAIN_NAMES.get(module, ""))
     if other is not None:
         found: Any = other
         try:
@@ -300,7 +274,4 @@ def _find_elsewhere(module: str, name: str, error: AttributeError | ImportError)
     if isinstance(error, ImportError):
         error.add_note(f"A message names {module}.{name}. Modules must be importable on both workers.")
         raise error
-    raise MissingNameError(
-        f"{error}. Default RPC pickler does not serialize function code. Ensure that UDFs are defined on "
-        f"both caller and callee modules: this worker has no {module}.{name}."
-    ) from error
+    raise missing_name(str(error), f"{module}.{name}") from error

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import StateError
-from weft.rpc import tracking
+from weft.rpc import registry, tracking
 from weft.rpc.functions import async_execution, is_async
+from weft.rpc.message_forms import is_named, is_word, need
 
 if TYPE_CHECKING:
     from weft.rpc.rref import RRef
@@ -44,7 +45,7 @@ def _invoke(rref: RRef[Any], how: str, timeout: float, name: str, /, *args: Any,
 @async_execution
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the value; the answer waits for its future where the method is an async one."""
-    method = _method_of(rref, name)
+    method = _method_of(rref, name, args, kwargs)
     result = method(*args, **kwargs)
     if is_async(method):
         return result
@@ -56,18 +57,25 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
 @async_execution
 def call_async_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method that returns a future of its result."""
-    return _method_of(rref, name)(*args, **kwargs)
+    return _method_of(rref, name, args, kwargs)(*args, **kwargs)
 
 
 def call_plain_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method that returns its result."""
-    return _method_of(rref, name)(*args, **kwargs)
+    return _method_of(rref, name, args, kwargs)(*args, **kwargs)
 
 
-def _method_of(rref: RRef[Any], name: str) -> Callable[..., Any]:
-    method = getattr(rref.local_value(), name)
-    rref.agent.packer.check_call(method)  # it is named by a text, which no unpickler looks at
-    return method
+def _method_of(rref: object, name: str, args: object, kwargs: object) -> Callable[..., Any]:
+    need(type(args) is tuple and is_named(kwargs), "a call of a method")
+    # This worker's agent, not that of the RRef that came: only its own `allow` counts.
+    return registry.current_agent().packer.find_method(_value_of(rref), name)
+
+
+def _value_of(rref: Any) -> Any:
+    """The value of a peer's RRef. Raises for anything but an RRef to a value of this worker."""
+    from weft.rpc.rref import local_value_of  # a cycle: rref.py imports the proxies
+
+    return local_value_of(rref)
 
 
 def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
@@ -81,7 +89,7 @@ def ask_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
 
 
 def _rref_typeof_on_owner(rref: RRef[Any]) -> type[Any]:
-    return type(rref.local_value())
+    return type(_value_of(rref))
 
 
 def is_failed(future: torch.futures.Future[Any]) -> bool:
@@ -101,9 +109,16 @@ def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
                 "User RRefs require 'dist_autograd_ctx_id' to be specified: gradients on another worker go "
                 "into a context of distributed autograd."
             )
-        rref.agent.caller.call_sync(rref.owner(), run_backward, (rref, context_id, retain_graph), {}, -1.0)
+        arguments = (rref, context_id, retain_graph)
+        rref.agent.caller.call_sync(rref.owner(), _backward_on_owner, arguments, {}, -1.0)
         return
-    value = rref.local_value()
+    _backward_on_owner(rref, context_id, retain_graph)
+
+
+def _backward_on_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    is_context = context_id == -1 or is_word(context_id)
+    need(type(context_id) is int and is_context and type(retain_graph) is bool, "a backward of an RRef")
+    value = _value_of(rref)
     if not isinstance(value, torch.Tensor):
         raise StateError(f"RRef should contain a tensor for .backward(), not a {type(value).__name__}.")
     if context_id == -1:

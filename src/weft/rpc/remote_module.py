@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -113,7 +113,17 @@ class RemoteModule(RemoteMethods):
 
 
 def receive_remote_module(cls: type[RemoteModule], *values: Any) -> RemoteModule:
-    """Make a RemoteModule of what arrived in a message."""
+    """Make a RemoteModule of the parts that a message has. Raises RefusedError for parts of other types."""
+    is_right = isinstance(cast(object, cls), type) and issubclass(cast(type, cls), RemoteModule)
+    is_right = is_right and len(values) == len(_REMOTE_MODULE_PICKLED_ATTRIBUTES)
+    on, device, *flags, module_rref, is_training = values if is_right else (None,) * 6
+    is_right = is_right and type(on) in (str, int) and type(device) is str
+    is_right = is_right and [*map(type, flags), type(is_training)] == [bool] * 3
+    if not is_right or type(module_rref) is not api.RRef:
+        raise RefusedError(
+            "a peer sent a RemoteModule whose parts are not of the types that weft's workers send. All "
+            "workers must run the same version of weft."
+        )
     remote_module = object.__new__(cls)
     remote_module.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, values, strict=True))
     # Device maps are between two workers, and this is another than the one that sent it.

@@ -19,10 +19,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from weft.errors import ConfigError, ConfigTypeError
 from weft.rpc import api
 from weft.rpc import remote_module_owner as owner
+from weft.rpc.fenced_unpickler import sealed
 from weft.rpc.remote_module_refusals import Refusals, refuse
 from weft.tensors.tree import map_tensors
 
 
+@sealed
 class RemoteMethods(Refusals):
     """The methods of a RemoteModule. Making one, and sending it, is remote_module.py's work."""
 
@@ -134,11 +136,11 @@ class RemoteMethods(Refusals):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Say whether autograd records operations on the module's parameters."""
-        return self._change("requires_grad_", requires_grad)
+        return self._change("requires_grad_", bool(requires_grad))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the module's parameters."""
-        self._change("zero_grad", set_to_none)
+        self._change("zero_grad", bool(set_to_none))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` with each of the module's submodules, on its worker. What `fn` holds is a copy there."""
@@ -165,7 +167,7 @@ class RemoteMethods(Refusals):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
         """Move the module to another device of its worker, with memory that nothing was written to."""
         place = str(torch.device(device))
-        self._change("to_empty", device=place, recurse=recurse)
+        self._change("to_empty", device=place, recurse=bool(recurse))
         return self._note_device(place)
 
     def cpu(self) -> Self:

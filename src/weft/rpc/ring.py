@@ -5,14 +5,17 @@ reader takes it out and moves `head`. Neither waits: a full ring is the writer's
 is woken by a `Bell`.
 
     bytes 0..8     head: how far the reader is
+    bytes 16..40   ids of the writer and of the reader, and whether the reader has opened it
     bytes 64..72   tail: how far the writer is
     bytes 128..    entries: number of parts, length of each, the parts; aligned to 8, never across the end
 
-Invariant: head <= tail <= head + capacity. Both only grow; where they point is their remainder.
+Invariant: head <= tail <= head + capacity. Both only grow; where they point is their remainder. A ring is
+opened once, by the worker that it was made for: a peer that names another one's ring gets none.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +29,8 @@ Part = bytes | memoryview
 RING_BYTES = 1 << 20
 _START = 128
 _ALIGNED = ~7  # of a number of bytes plus 7: a multiple of 8
-_HEAD, _TAIL = 0, 8  # as indices of 64-bit words
+_HEAD, _WRITER, _READER, _IS_OPENED, _TAIL = 0, 2, 3, 4, 8  # as indices of 64-bit words
+_KIND = "weft-ring"  # of memory
 _LENGTHS = [struct.Struct(f"<{1 + num_parts}Q") for num_parts in range(9)]
 _ONE_PART = _LENGTHS[1]
 _COUNT = struct.Struct("<Q")
@@ -36,13 +40,14 @@ _SPILL_NAME = struct.Struct("<QQQQQQ")  # the name, and the number of bytes of t
 
 
 class RingWriter:
-    """The writing end. One thread at a time."""
+    """The writing end, from one worker to another. One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_id: int, peer_id: int) -> None:
         # Not reclaimed: the reader takes out what is there even when this end is gone.
-        self._segment = own_segment(_START + RING_BYTES, is_reclaimed=False)
+        self._segment = own_segment(_START + RING_BYTES, is_reclaimed=False, kind=_KIND)
         self.name: SegmentName = self._segment.name
         self._words: memoryview = memoryview(self._segment.memory).cast("Q")
+        self._words[_WRITER], self._words[_READER] = own_id, peer_id
         self._data = memoryview(self._segment.memory)[_START : _START + RING_BYTES]
         self._tail = 0
         self._spilled: deque[tuple[int, Segment]] = deque()
@@ -108,12 +113,25 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading end. One thread at a time."""
+    """The reading end. One thread at a time. Raises PeerError for a ring that is not this worker's."""
 
-    def __init__(self, name: SegmentName, peer_id: int) -> None:
+    def __init__(self, name: SegmentName, peer_id: int, own_id: int) -> None:
         self.peer_id = peer_id
-        segment = open_segment(name, peer_id)
+        if name.num_bytes != -(-(_START + RING_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE:
+            raise PeerError(
+                f"worker {peer_id} offers {name.num_bytes} bytes as a ring, which has another length. All "
+                "workers must run the same version of weft.",
+                [peer_id],
+            )
+        segment = open_segment(name, peer_id, _KIND)
         self._words: memoryview = memoryview(segment.memory).cast("Q")
+        if (self._words[_WRITER], self._words[_READER], self._words[_IS_OPENED]) != (peer_id, own_id, 0):
+            raise PeerError(
+                f"worker {peer_id} offers a ring that was made by or for another worker, or that is in use "
+                "already.",
+                [peer_id],
+            )
+        self._words[_IS_OPENED] = 1
         self._data = memoryview(segment.memory)[_START : _START + RING_BYTES]
         self._head = 0
 

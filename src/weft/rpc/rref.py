@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 
-from weft.errors import PeerError, PeerTimeoutError, StateError, UnfitError
+from weft.errors import PeerError, PeerTimeoutError, RefusedError, StateError, UnfitError
 from weft.rpc import proxy, registry, torch_names
 from weft.rpc.constants import UNSET_RPC_TIMEOUT
 from weft.rpc.failures import fresh_copy
@@ -229,6 +229,18 @@ class RRef(Reference, Generic[T]):
         if self.owned is not None:
             return f"OwnerRRef({self.rref_id})"
         return f"UserRRef(RRefId = {self.rref_id}, ForkId = {self.fork_id})"
+
+
+def local_value_of(rref: object) -> Any:
+    """The value of an RRef that a peer sent to a function of weft's.
+
+    Raises RefusedError for any other object, StateError for another worker's value.
+    """
+    if type(rref) is not RRef:
+        raise RefusedError(
+            f"a peer sent an object of type {type(rref).__qualname__} where an RRef is needed."
+        )
+    return cast("RRef[Any]", rref).local_value()
 
 
 def rebuild_rref(index: int) -> RRef[Any]:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import PeerError, StateError
+from weft.errors import PeerError, RefusedError, StateError
 from weft.rpc.owned import GlobalId, OwnedValue
 from weft.rpc.packing import Cargo
 
@@ -143,6 +143,10 @@ class RRefBook:
 
     def claim(self, cargo: Cargo, index: int) -> tuple[Fork, OwnedValue | None]:
         """Take a fork out of the cargo of a message that arrived; and its value, on the owner."""
+        if not 0 <= index < len(cargo.forks) or not cargo.forks[index]:
+            raise RefusedError(
+                "a message refers to an RRef that is not in its list of forks, or to one twice."
+            )
         fork = cargo.forks[index]
         owner_id, rref_id, fork_id, sender_id, _ = fork
         owned: OwnedValue | None = None
@@ -244,8 +248,10 @@ class RRefBook:
         released: list[Any] = []
         with self._lock:
             for rref_id, fork_id in gone:
-                owned = self._owned.get(GlobalId(*rref_id))
-                if owned is not None and owned.holders.pop(GlobalId(*fork_id), None) is not None:
+                owned, fork = self._owned.get(GlobalId(*rref_id)), GlobalId(*fork_id)
+                # A worker may drop only its own forks.
+                if owned is not None and owned.holders.get(fork) == sender_id:
+                    del owned.holders[fork]
                     released.append(owned)
                     if not owned.holders and owned.promised_by is None:
                         del self._owned[owned.id]
@@ -257,14 +263,15 @@ class RRefBook:
         with self._lock:
             owned = self._find_or_promise(rref_id, parent_id)
             if owned is not None and not self._is_lost(sender_id):
-                owned.holders[fork_id] = sender_id
+                owned.holders.setdefault(fork_id, sender_id)
         self._tell(sender_id, ("forked", fork_id, owned is not None))
 
     def on_forked(self, sender_id: int, fork_id: GlobalId, is_there: bool) -> None:
         """The owner has one of this worker's RRefs on its list, or has that value no more."""
-        _, parent_id, reference = self._unconfirmed.pop(fork_id, (0, None, None))
-        if parent_id is None or reference is None:
+        owner_id, parent_id, reference = self._unconfirmed.get(fork_id, (0, None, None))
+        if parent_id is None or reference is None or owner_id != sender_id:
             return
+        self._unconfirmed.pop(fork_id, None)
         rref = reference()
         if rref is not None and is_there:
             rref.confirm()
@@ -276,8 +283,10 @@ class RRefBook:
         self._accept(parent_id, fork_id)
 
     def on_accept(self, sender_id: int, fork_id: GlobalId) -> None:
-        """The owner knows of an RRef that this worker sent on."""
-        self._unpin(fork_id)
+        """The receiver of an RRef that this worker sent on reports that the owner knows of it."""
+        pin = self._pins.get(fork_id)
+        if pin is not None and pin[1] == sender_id:
+            self._unpin(fork_id)
 
     def on_lost(self, peer_id: int) -> None:
         """A worker is gone, with all that it held."""

@@ -16,7 +16,6 @@ import torch
 
 from weft.errors import StateError
 from weft.local.segment import SegmentName
-from weft.rpc.failures import describe_failure
 from weft.rpc.functions import is_async
 from weft.rpc.notices import REMOTE_IDS, read_notice
 from weft.rpc.owned import GlobalId, OwnedValue
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Job = Callable[[], None]
-Payload = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Server:
@@ -92,17 +90,20 @@ class Server:
 
     def _accept_notice(self, message: Message) -> Job | None:
         agent, sender_id = self._agent, message.sender
-        name, *arguments = read_notice(message.body)
+        name, *arguments = read_notice(message.body, is_fenced=agent.packer.fence is not None)
         if name == "hello":
             text, ring = arguments
-            card = Card.decode(text)
+            card = Card.decode(text, sender_id, "its first message")
             known = agent.peers.get(card.id)
+            self._check_card(card, known)
             if known is not None and known.card != card:
                 agent.lose(card.id, "another worker has taken its place")
             peer = agent.directory.add(card)
             # So that each of the two notices when the other one dies.
             agent.introduce(peer)
-            if ring is not None and agent.links.accept_ring(sender_id, SegmentName(*ring)):
+            if ring is None or ring[0] != card.pid:  # memory of another process than it says it is
+                return None
+            if agent.links.accept_ring(sender_id, SegmentName(*ring)):
                 agent.tell(sender_id, ("ring",))
         elif name == "ring":
             agent.use_ring(agent.peers[sender_id])
@@ -123,6 +124,16 @@ class Server:
             ids = [GlobalId(*part) if isinstance(part, tuple) else part for part in arguments]
             self._notices[name](sender_id, *ids)
         return None
+
+    def _check_card(self, card: Card, known: Peer | None) -> None:
+        """Raise WireError for a card that no worker of this group sends.
+
+        In a group of fixed size all cards are known, and sealed; workers of another one may come anew.
+        """
+        if card.id == self._agent.info.id:
+            raise WireError("a worker that has this worker's own id")
+        if self._agent.is_static and (known is None or known.card != card):
+            raise WireError(f"worker {card.id} has another card than the one it left in the store")
 
     def _accept_fetch(self, message: Message, sender: Peer, rref_id: GlobalId, context_id: int) -> Job | None:
         owned = self._agent.book.find(rref_id)
@@ -165,8 +176,7 @@ class Server:
     ) -> tuple[int, Any, torch.futures.Future[Any] | None]:
         """Run what a message asks for: its context, and its result or the future of it."""
         packer = self._agent.packer
-        payload = cast(Payload, packer.unpack(body, message.buffers, sender.replying, self._settle))
-        function, args, kwargs = payload
+        function, args, kwargs = packer.unpack_call(body, message.buffers, sender.replying, self._settle)
         context_id = packer.context_of(body)
         outer, here.context_id = here.context_id, context_id
         try:
@@ -245,13 +255,9 @@ class Server:
 
     def _reply_failure(self, message: Message, sender: Peer, error: BaseException) -> None:
         self._log(error)
-        failure = describe_failure(error, self._agent.info)
-        self._send(
-            message,
-            sender,
-            Kind.FAILURE,
-            self._agent.packer.pack(failure, sender.replying),
-        )
+        packer = self._agent.packer
+        failure = packer.describe_failure(error, self._agent.info)
+        self._send(message, sender, Kind.FAILURE, packer.pack(failure, sender.replying))
 
     def _log(self, error: BaseException) -> None:
         # The caller hears of it too; but nobody may be waiting for its answer.

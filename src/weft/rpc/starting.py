@@ -9,6 +9,7 @@ from weft.rpc import api, backend_registry, registry
 from weft.rpc.joining import open_store
 from weft.rpc.options import RpcBackendOptions
 from weft.rpc.workers import check_name
+from weft.torch_private import check_torch
 
 
 def is_available() -> bool:
@@ -33,6 +34,7 @@ def init_rpc(
     Raises PeerTimeoutError when workers don't come within the options' rpc_timeout, and ConfigError or
     StateError for arguments that can't work. Nothing is left behind then.
     """
+    check_torch()
     backend, options = _resolve_backend(backend, rpc_backend_options)
     _check_free()
     check_name(name)

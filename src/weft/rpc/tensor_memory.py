@@ -14,6 +14,15 @@ def span_of(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has more elements than memory, as an expanded one does.
+
+    Kernels of torch's optimizers write to as many elements as a parameter has, from its first one on.
+    """
+    is_in_memory = tensor.layout is torch.strided and not tensor.is_meta
+    return is_in_memory and tensor.nbytes > tensor.untyped_storage().nbytes()
+
+
 def compacted(tensor: torch.Tensor) -> torch.Tensor:
     """The same values without gaps between them."""
     tensor = tensor.detach()

@@ -29,7 +29,7 @@ from weft.rpc.device_arena import DeviceBorrower, DeviceSlabs
 from weft.rpc.sparse import is_dense, put_together, take_apart
 from weft.rpc.tensor_memory import bytes_of, compacted, copy_bytes, span_of
 from weft.rpc.wire import INLINE_BYTES, WireError
-from weft.tensors import contiguous_strides
+from weft.tensors import contiguous_strides, has_gaps
 
 # From about here on a block costs less than to copy the bytes along with the message.
 SHARED_BYTES = 64 * 1024
@@ -55,13 +55,22 @@ Descriptor = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """The way to one peer. `device_map`: our device -> its device, for what we send."""
+    """The way to one peer. `device_map`: our device -> its device, for what we send.
+
+    `takes_memory`: the peer opens memory that others lend. A worker with `allow` does not.
+    """
 
     peer_id: int
     peer_name: str
     is_same_host: bool
     device_map: Mapping[torch.device, torch.device]
     is_answer: bool = False  # of answers to the peer's calls
+    takes_memory: bool = True
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether memory can be lent to this peer."""
+        return self.is_same_host and self.takes_memory
 
 
 class _Parcel:
@@ -85,8 +94,10 @@ class _Parcel:
 class TensorPost:
     """Sends and receives the tensors of one agent. Thread-safe."""
 
-    def __init__(self, owner_id: int) -> None:
+    def __init__(self, owner_id: int, *, hides_gaps: bool = False) -> None:
+        """`hides_gaps`: send no bytes that lie between a tensor's elements and belong to another one."""
         self._owner_id = owner_id
+        self._hides_gaps = hides_gaps
         self._arena = Arena()
         self._device_arenas: dict[torch.device, Arena] = {}
         self._borrower = Borrower()
@@ -132,7 +143,8 @@ class TensorPost:
         strides, numel = None, tensor.numel()
         if not tensor.is_contiguous():
             strides, span = tensor.stride(), span_of(tensor)
-            if span > 2 * numel and span * tensor.itemsize > _SPARED_BYTES:
+            is_wide = span > 2 * numel and span * tensor.itemsize > _SPARED_BYTES
+            if is_wide or (self._hides_gaps and has_gaps(tensor.shape, strides)):
                 tensor, strides = compacted(tensor), None
             else:
                 numel = span
@@ -150,7 +162,7 @@ class TensorPost:
 
     def _place(self, tensor: torch.Tensor, num_bytes: int, parcel: _Parcel) -> Descriptor | None:
         """Lend a block with the bytes, or add them to the message."""
-        if num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
+        if num_bytes >= SHARED_BYTES and parcel.route.is_lent:
             if parcel.is_given_up:
                 place = self._borrower.hand_back(tensor, num_bytes, parcel.route.peer_id)
                 if place is not None:
@@ -173,7 +185,7 @@ class TensorPost:
         if not num_bytes:
             return self._place(torch.empty(0, device="cpu"), 0, parcel)
         flat = bytes_of(tensor, num_bytes)
-        if target is not None and num_bytes >= SHARED_BYTES and parcel.route.is_same_host:
+        if target is not None and num_bytes >= SHARED_BYTES and parcel.route.is_lent:
             arena = self._device_arenas.get(tensor.device)
             if arena is None:
                 slabs = DeviceSlabs(tensor.device)

@@ -17,6 +17,7 @@ import torch
 
 from weft.rpc import registry
 from weft.rpc.calls import CallFuture, collect_all
+from weft.rpc.options import check_timeout
 
 _RPC = "torch.distributed.rpc"
 
@@ -72,10 +73,11 @@ def _lend_timeout() -> None:
         return
 
     def set_rpc_timeout(secs: float) -> None:
+        secs = check_timeout(secs)
         agent = registry.find_agent()
         if agent is None or rpc._is_current_rpc_agent_set():
             own(secs)
         if agent is not None:
-            agent.timeout_secs = float(secs)
+            agent.timeout_secs = secs
 
     rpc._set_rpc_timeout = _lent(own, set_rpc_timeout)

@@ -14,6 +14,8 @@ import zmq
 import zmq.utils.monitor
 import zmq.utils.z85
 
+from weft.rpc.inbox import Inbox
+
 if TYPE_CHECKING:
     from weft.rpc.links import Link
 
@@ -41,7 +43,7 @@ class Watch:
         self,
         context: zmq.Context[Any],
         public_key: bytes,
-        inbox: zmq.Socket[bytes],
+        inbox: Inbox,
         take: Callable[[Sequence[bytes]], None],
         lose: Callable[[Link, str], None],
     ) -> None:
@@ -84,12 +86,14 @@ class Watch:
             self._bell.send(b"")
 
     def _run(self) -> None:
-        for socket in (self._doorman, self._heard, self._inbox):
+        for socket in (self._doorman, self._heard, self._inbox.socket, self._inbox.monitor):
             self._poller.register(socket, zmq.POLLIN)
         is_ending = False
         while not (is_ending and not self._links):
             ready = dict(self._poller.poll(self._patience_ms()))
-            if self._inbox in ready:
+            if self._inbox.monitor in ready:
+                self._inbox.note_connections()
+            if self._inbox.socket in ready:
                 self._empty_inbox()
             if self._doorman in ready:
                 self._admit(self._doorman.recv_multipart())
@@ -99,8 +103,9 @@ class Watch:
             for monitor in [socket for socket in self._links if socket in ready]:
                 self._note(monitor)
             self._look_at_links()
-        for socket in (self._doorman, self._heard, self._inbox):
-            socket.close(linger=0)
+        for socket in (self._doorman, self._heard):
+            socket.close(linger=0)  # before the inbox, whose handshakes may wait for the doorman's answer
+        self._inbox.close()
 
     def _patience_ms(self) -> int | None:
         """How long nothing need be done unless something happens."""
@@ -127,7 +132,7 @@ class Watch:
         # All that is there at once: the poll before it costs more than a message does.
         try:
             while True:
-                self._take(self._inbox.recv_multipart(zmq.NOBLOCK))
+                self._take(self._inbox.receive())
         except zmq.Again:
             return
 

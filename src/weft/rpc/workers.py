@@ -1,7 +1,7 @@
-"""Who takes part: names and ids of workers, and where each can be reached.
+"""Names and ids of workers, and the addresses of each.
 
-A `Card` is what a worker publishes about itself for the others. It is JSON, so that reading a
-stranger's card runs none of its code.
+A `Card` is what a worker publishes about itself for the others. It is JSON, so that decoding a
+card runs no code, and each field is checked.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import json
 import os
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import cast
 from urllib.parse import urlparse
 
-from weft.errors import ConfigError, StateError, UnfitError
+from weft.errors import ConfigError, TamperedError, UnfitError
 
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+")
 _MAX_NAME_LENGTH = 128
+MAX_ID = (1 << 32) - 1  # as messages have it
+_MAX_DEVICES = 4096
+_MAX_TEXT_LENGTH = 300
+_HOST = re.compile(r"[ -~]+")
+_LOCAL_ADDRESS = re.compile(r"ipc://(/proc/[0-9]+/fd/[0-9]+|@weft-rpc-[0-9a-f]{32})")
+_REMOTE_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):[0-9]{1,5}")
+_DEVICE = re.compile(r"[a-z_]+[0-9]*(:[0-9]+)?")
 _PROBE_SECS = 1.0
 
 
@@ -37,7 +46,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Card:
-    """What a worker tells the others, and all that they know of it before it proves the secret."""
+    """What a worker publishes about itself; until the handshake it is all that the others know of it."""
 
     name: str
     id: int
@@ -46,6 +55,7 @@ class Card:
     local_address: str  # for workers of the same host
     remote_address: str | None  # for the others; None: it listens to nobody outside its host
     bell: list[int] = field(default_factory=list[int])  # the name of the memory to wake it through
+    takes_memory: bool = True  # it opens memory that its peers lend
     num_devices: int = 0
     devices: list[str] = field(default_factory=list[str])
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
@@ -60,17 +70,63 @@ class Card:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(text: bytes) -> Card:
-        """Read a card. Raises StateError for anything else."""
+    def decode(text: bytes, worker_id: int, where: str) -> Card:
+        """Decode the card of a worker, found `where`. Raises TamperedError for anything else."""
+        card: Card | None = None
         try:
             card = Card(**json.loads(text))
-        except (ValueError, TypeError, UnicodeDecodeError) as error:
-            raise StateError(
-                f"init_rpc: what a worker published about itself can't be read ({error}). All workers must "
-                "run the same version of weft, and nobody else may write to the store."
-            ) from error
-        check_name(card.name)
+            problem = _find_problem(card, worker_id)
+        except (ValueError, TypeError, RecursionError) as error:
+            problem = f"it can't be read ({str(error)[:200]})"
+        if card is None or problem is not None:
+            raise TamperedError(
+                f"the card of worker {worker_id} in {where} was refused: {problem}. All workers must run the "
+                "same version of weft, and no other program may write to the store."
+            )
         return card
+
+
+def _find_problem(card: Card, worker_id: int) -> str | None:
+    """Return what is wrong with the fields of a card; None when each is of its type and in range."""
+    fields: dict[str, bool] = {
+        "name": type(card.name) is str
+        and len(card.name) < _MAX_NAME_LENGTH
+        and bool(_NAME.fullmatch(card.name)),
+        "id": type(card.id) is int and card.id == worker_id and 0 <= card.id <= MAX_ID,
+        "host": _is_text(card.host, _HOST),
+        "pid": _is_number(card.pid, 1 << 22),
+        "local_address": _is_text(card.local_address, _LOCAL_ADDRESS)
+        and card.local_address.startswith((f"ipc:///proc/{card.pid}/", "ipc://@")),
+        "remote_address": card.remote_address is None or _is_text(card.remote_address, _REMOTE_ADDRESS),
+        "bell": _is_list(card.bell, lambda number: _is_number(number, (1 << 64) - 1))
+        and len(card.bell) == 5
+        and card.bell[0] == card.pid,
+        "takes_memory": type(card.takes_memory) is bool,
+        "num_devices": _is_number(card.num_devices, _MAX_DEVICES),
+        "devices": _is_list(card.devices, lambda device: _is_text(device, _DEVICE)),
+        "device_maps": _is_map(card.device_maps, lambda one: _is_map(one, lambda to: _is_text(to, _DEVICE))),
+    }
+    wrong = [field for field, is_right in fields.items() if not is_right]
+    return f"its '{wrong[0]}' is not valid" if wrong else None
+
+
+def _is_number(value: object, high: int) -> bool:
+    return type(value) is int and 0 <= value <= high
+
+
+def _is_text(value: object, form: re.Pattern[str]) -> bool:
+    return type(value) is str and len(value) <= _MAX_TEXT_LENGTH and form.fullmatch(value) is not None
+
+
+def _is_list(value: object, is_right: Callable[[object], bool]) -> bool:
+    return (
+        isinstance(value, list) and len(cast("list[object]", value)) <= _MAX_DEVICES
+        and all(map(is_right, cast("list[object]", value)))
+    )  # fmt: skip
+
+
+def _is_map(value: object, is_right: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_right, cast("dict[str, object]", value).values()))
 
 
 def check_name(name: object) -> None:
@@ -100,9 +156,16 @@ def check_distinct(cards: list[Card]) -> None:
         seen[card.name] = card.id
 
 
-@cache
 def this_host() -> str:
-    """A text that is equal in processes that can open each other's memory and local sockets."""
+    """A text that is equal in processes that can open each other's memory and local sockets.
+
+    Processes of different users can't, so they count as different hosts.
+    """
+    return f"{_own_machine()}-{os.geteuid()}"
+
+
+@cache
+def _own_machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
             boot = boot_id.read().strip()
@@ -128,9 +191,10 @@ def own_address(towards: str | None) -> str:
 
 
 def is_listening(card: Card) -> bool:
-    """Whether somebody listens where a worker did. Where nobody can tell from here it is taken to be so."""
+    """Whether a process listens at a worker's address; True where that can't be found out from here."""
     if card.host == this_host():
-        family, address = socket.AF_UNIX, "\0" + card.local_address.removeprefix("ipc://@")
+        path = card.local_address.removeprefix("ipc://")
+        family, address = socket.AF_UNIX, path.replace("@", "\0", 1) if path.startswith("@") else path
     elif card.remote_address is not None:
         parsed = urlparse(card.remote_address)
         family, address = socket.AF_INET, (parsed.hostname, parsed.port)
@@ -140,8 +204,8 @@ def is_listening(card: Card) -> bool:
         probe.settimeout(_PROBE_SECS)
         try:
             probe.connect(address)
-        except ConnectionRefusedError:
-            return False
+        except (ConnectionRefusedError, FileNotFoundError, PermissionError):
+            return False  # no process listens, or by now one of another user
         except OSError:
             return True
     return True

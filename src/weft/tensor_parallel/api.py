@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.simulated import check_one_rank
 from weft.errors import ConfigError, ConfigTypeError
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.parameters import param_at
 from weft.tensor_parallel.plan import plan_matches
 from weft.tensor_parallel.styles import ParallelStyle, SplittingStyle
+from weft.torch_private import check_torch
 
 Step = tuple[str, nn.Module, ParallelStyle]  # a module's name and what is done to it
 
@@ -46,7 +48,10 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
+    check_torch()
     axis = Axis(torch_mesh._mesh_resources.get_current_mesh() if device_mesh is None else device_mesh)
+    if axis.size > 1:
+        check_one_rank("parallelize_module")
     steps = _resolve_steps(module, parallelize_plan, strict=strict)
     for _, _, style in steps:
         style.src_data_rank = src_data_rank

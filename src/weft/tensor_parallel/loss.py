@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from weft import comm
+from weft.comm.simulated import check_one_rank
 from weft.compiler import opened_piece
 from weft.errors import ConfigError, ConfigTypeError, UnfitError, UnsupportedError
 from weft.tensor_parallel import class_shards
@@ -246,6 +247,7 @@ def _find_classes(logits: DTensor, dim: int) -> _Border:
             )
     group = mesh.get_group(class_axis)
     sizes = comm.chunk_sizes(logits.shape[dim], group.size())
+    check_one_rank("loss_parallel")
     rank = mesh.get_local_rank(class_axis)
     num_own = local_of(logits).shape[dim]
     if num_own != sizes[rank]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
+from weft.autograd import traced_inside_only
 from weft.errors import ConfigError, RefusedError, UnsupportedError
 from weft.tensor_parallel.axis import Axis
 from weft.tensor_parallel.crossing import Crossing, cross
@@ -172,6 +173,7 @@ class _InputHook(_Hook):
 
     kind = "input"
 
+    @traced_inside_only
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -199,6 +201,7 @@ class _OutputHook(_Hook):
 
     kind = "output"
 
+    @traced_inside_only
     def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         style: PrepareModuleOutput = self.style
         given: tuple[Any, ...] = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft import comm
+from weft.autograd import traced_inside_only
 from weft.errors import ConfigError, ConfigTypeError, StateError, UnfitError
 from weft.modules import attach, attached, give_class
 from weft.tensor_parallel.axis import Axis
@@ -74,6 +75,7 @@ class LinearRunner:
 
     call: LinearCall
 
+    @traced_inside_only
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's output."""
         if not args and len(kwargs) == 1 and "input" in kwargs:
@@ -106,6 +108,7 @@ class LocalRunner:
     draws: bool = False  # whether it may draw random numbers
     width: int | None = None  # of the whole output along the dim of `made`, where the module tells
 
+    @traced_inside_only
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output."""
         x, rest = first_input(args, kwargs, self.entry.where)
@@ -153,6 +156,26 @@ class LocalRunner:
         return cross(output, way)
 
 
+@dataclass(frozen=True, eq=False)
+class NormRunner:
+    """A norm over the last dims: on its shard of the input, or on all of it if the split dim is one of those.
+
+    The statistics need whole rows. As DTensor does in torch, an input that is split across its rows is
+    gathered, and the output is whole on every rank.
+    """
+
+    sharded: LocalRunner
+    full: LocalRunner
+    split_dim: int
+
+    @traced_inside_only
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The normalized input."""
+        x, _ = first_input(args, kwargs, self.sharded.entry.where)
+        is_across_rows = self.split_dim % x.ndim >= x.ndim - len(module.normalized_shape)
+        return (self.full if is_across_rows else self.sharded).run(module, args, kwargs)
+
+
 def _look_up(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of an embedding, of which this rank may have no columns."""
     slots = module._parameters
@@ -190,6 +213,7 @@ class SplitEmbeddingRunner:
     output: Placement
     is_local: bool
 
+    @traced_inside_only
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The embeddings."""
         where = self.entry.where

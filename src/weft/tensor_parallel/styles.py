@@ -25,6 +25,7 @@ from weft.tensor_parallel.running import (
     STATE,
     LinearRunner,
     LocalRunner,
+    NormRunner,
     Runner,
     SplitEmbeddingRunner,
     install_runner,
@@ -33,6 +34,7 @@ from weft.tensor_parallel.running import (
 
 # Of these forwards it is known that they draw no random numbers.
 _DRAWS_NOTHING = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.GroupNorm.forward, nn.Identity.forward)
+_NORMALIZES_LAST_DIMS = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
 class ParallelStyle(ABC):
@@ -246,10 +248,15 @@ class SequenceParallel(SplittingStyle):
 
     def runner(self, module: nn.Module, axis: Axis, where: str) -> Runner:
         """The module on its part of the sequence."""
-        layout = self.sequence_sharding[0]
+        layout: Shard = self.sequence_sharding[0]  # type: ignore[assignment]
         entry = Crossing(axis, layout, layout, True, where)
         draws = type(module).forward not in _DRAWS_NOTHING
-        return LocalRunner(axis, entry, layout, None, self.use_local_output, Partial(), draws)
+        sharded = LocalRunner(axis, entry, layout, None, self.use_local_output, Partial(), draws)
+        if type(module).forward not in _NORMALIZES_LAST_DIMS:
+            return sharded
+        gather = replicated_entry(axis, layout, where, is_summed=False)
+        full = LocalRunner(axis, gather, Replicate(), None, self.use_local_output)
+        return NormRunner(sharded, full, layout.dim)
 
     def __repr__(self) -> str:
         dim = self.sequence_sharding[0].dim  # type: ignore[attr-defined]

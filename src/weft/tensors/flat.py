@@ -25,6 +25,21 @@ def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
     return tuple(strides) if math.prod(shape) > 0 else contiguous_strides(shape)
 
 
+def has_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether there may be elements between the first and the last of a tensor that are not its own.
+
+    False for permuted and for expanded tensors, whose elements lie side by side.
+    """
+    step = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if stride != step:
+            return 0 not in shape
+        step *= size
+    return False
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of this shape."""
     strides: list[int] = []

@@ -52,7 +52,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--hook", choices=HOOKS, default=default.hook, help="what gradients travel as")
     ranks.add_argument("--compile", action="store_true", help="run the model through torch.compile")
     ranks.add_argument("--uneven", action="store_true", help="each rank has a batch less than the one before")
-    ranks.add_argument("--backend", help="as for init_process_group (default: weft on one host)")
+    ranks.add_argument("--backend", help="as for init_process_group (default: what fits the hardware)")
     model = parser.add_argument_group("model and data")
     model.add_argument("--model", choices=[*SIZES], default=default.model, help="(default: tiny)")
     model.add_argument("--data", metavar="FILE", type=Path, help="a text (default: one that comes with weft)")
@@ -65,7 +65,17 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences a step, of all ranks together",
     )
     model.add_argument("--context", metavar="N", type=int, help="bytes of a sequence (default: the model's)")
-    model.add_argument("--rate", type=float, default=default.rate, help="of learning (default: %(default)s)")
+    model.add_argument(
+        "--rate", type=float, default=default.rate, help="learning rate (default: %(default)s)"
+    )
+    model.add_argument(
+        "--warmup", metavar="N", type=int, default=default.warmup,
+        help="steps in which the rate rises (default: %(default)s)",
+    )  # fmt: skip
+    model.add_argument(
+        "--decay", metavar="N", type=int,
+        help="step by which it has fallen to a tenth, along a cosine (default: --steps, or the checkpoint's)",
+    )  # fmt: skip
     model.add_argument("--seed", type=int, default=default.seed)
     disk = parser.add_argument_group("on the disk")
     disk.add_argument("--checkpoint", metavar="DIR", type=Path, help="write checkpoints here")
@@ -109,9 +119,9 @@ def train(options: TrainOptions) -> Outcome:
 def fail(command: str, error: WeftError) -> int:
     """Print the error of a command and give its exit code: 2 for what other arguments can mend."""
     is_mistake = isinstance(error, ConfigError)
-    message = str(error)
+    message = str(error).removeprefix(f"{command}: ")
     if is_mistake:
-        message = message.removeprefix(f"{command}: ").removeprefix("train: ").replace("\n", " ")
+        message = message.removeprefix("train: ").replace("\n", " ")
     print(f"weft {command}: {message}", file=sys.stderr, flush=True)
     return 2 if is_mistake else 1
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from weft.errors import ConfigError
-
-_PROBE = ".weft-probe"
+from weft.observe.plain_files import create_new
 
 
 @contextmanager
@@ -34,8 +34,9 @@ def make_writable(directory: Path, what: str, made: list[Path]) -> None:
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 made.append(path)
-        probe = directory / _PROBE
-        probe.write_bytes(b"weft")
+        probe = directory / f".weft-probe-{secrets.token_hex(4)}"
+        with open(create_new(probe), "wb") as file:
+            file.write(b"weft")
         probe.unlink()
     except OSError as error:
         raise ConfigError(

@@ -15,11 +15,12 @@ from torch.optim import AdamW, Optimizer
 
 from weft.errors import ConfigError
 from weft.launcher import World, init
-from weft.training.checkpoints import Checkpoints, told_by_first
+from weft.observe.folder_lock import check_free
+from weft.training.checkpoints import Checkpoints, broadcast_from_first
 from weft.training.data import Text, read_text
 from weft.training.directories import make_writable
 from weft.training.model import make_model, next_byte_loss
-from weft.training.options import TrainOptions, check_options, check_same_run
+from weft.training.options import TrainOptions, check_options, check_same_run, with_saved_decay
 from weft.training.progress import Progress, make_progress
 from weft.training.strategies import transformer_plan
 from weft.training.trainer import Strategy, Trainer
@@ -41,7 +42,11 @@ def run_rank(options: TrainOptions) -> Outcome:
     _check_world(options, world)
     _share_cores(world)
     try:
-        return _Run(options, world).train()
+        run = _Run(options, world)
+        try:
+            return run.train()
+        finally:
+            run.release()
     except OSError as error:
         record = None if options.record is None else str(options.record)
         if record is None or not str(error.filename).startswith(record):
@@ -57,6 +62,11 @@ class _Run:
     def __init__(self, options: TrainOptions, world: World) -> None:
         self._options = options
         check_options(options)
+        self._checkpoints = (
+            None if options.checkpoint is None else Checkpoints(options.checkpoint, keep=options.keep)
+        )
+        if self._checkpoints is not None:
+            _hold(self._checkpoints, options, world)
         text = read_text(options.data, context=options.num_context)
         self._about = options.fixed(text)
         self._text = Text(text, context=options.num_context, batch=options.batch, seed=options.seed)
@@ -69,25 +79,26 @@ class _Run:
             Strategy(options.strategy, options.tp, options.shard, transformer_plan()),
             hook=options.hook,
             compile=options.compile,
-            record=options.record,
+            # A resumed run continues its record, at a step that is known when the checkpoint is loaded.
+            record=None if options.resume else options.record,
         )
         self._share = self._trainer.layout.share_of(world.rank)
-        self._checkpoints = (
-            None if options.checkpoint is None else Checkpoints(options.checkpoint, keep=options.keep)
-        )
         self._progress: Progress = make_progress(options.steps, is_shown=world.rank == 0)
 
     def train(self) -> Outcome:
         """Make all steps that are left."""
-        trainer, options = self._trainer, self._options
         first_step = self._go_on()
+        trainer, options = self._trainer, self._options  # with the checkpoint's decay
         losses: list[float] = []
         secs = 0.0
+        if options.resume and options.record is not None and first_step < options.steps:
+            trainer.start_record(options.record, go_on_at=first_step or None)
         # With uneven inputs a data-parallel rank has one batch less than the one before it.
         last_step = max(1, options.steps - self._share.index) if options.uneven else options.steps
         try:
             with self._progress, trainer.uneven() if options.uneven else nullcontext():
                 for step in range(first_step, last_step):
+                    trainer.set_learning_rate(options.learning_rate(step))
                     figures = trainer.step(*self._text.batch(step, self._share))
                     losses.append(figures.scalars["loss"])
                     secs += figures.secs
@@ -99,23 +110,36 @@ class _Run:
         trainer.close()
         return Outcome(first_step, tuple(losses), secs, self._num_parameters)
 
+    def release(self) -> None:
+        """Release the lock on the directory of checkpoints."""
+        if self._checkpoints is not None:
+            self._checkpoints.release()
+
     def _go_on(self) -> int:
         """Load the newest checkpoint where that is asked for; gives the step to begin with."""
         if self._checkpoints is None or not self._options.resume:
             return 0
         # One rank looks: the others might see a directory that is changing.
-        newest = told_by_first(self._checkpoints.steps()[-1:])
+        newest = broadcast_from_first(self._checkpoints.steps()[-1:])
         if not newest:
             self._progress.say(f"no checkpoint in {self._checkpoints.directory} yet: beginning at step 0")
             return 0
         step = newest[0]
         where = self._checkpoints.path_of(step)
-        check_same_run(self._checkpoints.about(step), self._about, where)
+        saved = self._checkpoints.about(step)
+        self._options = with_saved_decay(self._options, saved)
+        self._about["decay"] = self._options.num_decay
+        check_same_run(saved, self._about, where)
         if not self._checkpoints.load(self._trainer, step):
             self._progress.say(
                 f"no state of hook {self._options.hook} for {self._options.ranks} ranks: it begins anew"
             )
         self._progress.say(f"going on from {where}")
+        if self._options.num_decay < self._options.steps:
+            self._progress.say(
+                f"the learning rate stays at a tenth from step {self._options.num_decay} on, as the first "
+                "run has planned: its --steps, or its --decay"
+            )
         return step
 
     def _save_if_due(self, step: int) -> None:
@@ -147,16 +171,39 @@ def check_files(options: TrainOptions, made: list[Path]) -> None:
 def _check_checkpoints(
     checkpoints: Checkpoints, options: TrainOptions, text: bytes, made: list[Path]
 ) -> None:
+    _check_begins(checkpoints, options)
+    steps = checkpoints.steps()
+    if steps:
+        saved = checkpoints.about(steps[-1])
+        wanted = with_saved_decay(options, saved).fixed(text)
+        check_same_run(saved, wanted, checkpoints.path_of(steps[-1]))
+    make_writable(checkpoints.directory, "checkpoints", made)
+    check_free(checkpoints.directory)
+
+
+def _check_begins(checkpoints: Checkpoints, options: TrainOptions) -> None:
     steps = checkpoints.steps()
     if steps and not options.resume:
         raise ConfigError(
             f"train: {checkpoints.directory} has checkpoints already, up to step {steps[-1]}. Give --resume "
             "to go on from there, or another directory."
         )
-    if steps:
-        check_same_run(checkpoints.about(steps[-1]), options.fixed(text), checkpoints.path_of(steps[-1]))
-    make_writable(checkpoints.directory, "checkpoints", made)
-    checkpoints.clean()
+
+
+def _hold(checkpoints: Checkpoints, options: TrainOptions, world: World) -> None:
+    """Lock the directory for this run and tidy it up. Raises ConfigError on every rank."""
+    problem: str | None = None
+    if world.rank == 0:
+        try:
+            checkpoints.hold()
+            checkpoints.clean()
+            _check_begins(checkpoints, options)
+        except (ConfigError, OSError) as error:
+            checkpoints.release()
+            problem = str(error)
+    problem = broadcast_from_first(problem)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def _check_world(options: TrainOptions, world: World) -> None:

@@ -85,7 +85,7 @@ class Trainer:
             self._update: Update = LocalUpdate(forward, self.placed.bare, loss, made)
         self.hook = hook
         self.hook_state: Any = register_hook(hook, self.placed)
-        about = {
+        self._about = {
             "strategy": self.layout.strategy,
             "ranks": self.world.size,
             "mesh": {"names": list(self.layout.names), "shape": list(self.layout.shape)},
@@ -93,7 +93,9 @@ class Trainer:
             "options": {"hook": hook, "compile": compile, "backend": self.world.backend},
         }
         self._steps_to_plan = 2  # buckets follow the order in which the first step's gradients came
-        self._observer = Observer(None if record is None else Path(record), about)
+        self._observer = Observer(None, self._about)
+        if record is not None:
+            self.start_record(record)
 
     @property
     def module(self) -> nn.Module:
@@ -122,6 +124,21 @@ class Trainer:
         if self._steps_to_plan == 0:
             self._observer.tell(buckets=describe_traffic(self.placed.module))
         return step.figures
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the steps to come, in every optimizer of this rank."""
+        for part in self._update.parts():
+            for group in part.optimizer.param_groups:
+                group["lr"] = rate
+
+    def start_record(self, directory: Path | str, *, go_on_at: int | None = None) -> None:
+        """Record all further steps. All ranks call, before a step or between two.
+
+        With `go_on_at` the existing record is kept up to that step and continued.
+        """
+        self._observer.close()
+        self._observer = Observer(directory, self._about, go_on_at=go_on_at)
+        self._steps_to_plan = max(self._steps_to_plan, 1)  # a new record doesn't have the buckets yet
 
     @contextmanager
     def uneven(self) -> Generator[None]:
@@ -174,11 +191,6 @@ def check_uneven(layout: Layout) -> None:
         raise ConfigError(
             f"train: uneven inputs and strategy {layout.strategy} can't be together: all of its ranks take "
             "part in every batch. Take a strategy with data-parallel ranks."
-        )
-    if layout.kind.is_hybrid:
-        raise ConfigError(
-            "train: uneven inputs and strategy hsdp can't be together: ranks join one group, and a model "
-            "that is sharded and copied has two. Take fsdp or ddp."
         )
 
 
