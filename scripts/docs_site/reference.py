@@ -83,9 +83,9 @@ NAMESPACES = (
     Namespace("weft.local", "local_group.md", internal=_words("create_local_group")),
     Namespace("weft.rpc", "rpc.md", parts=("functions",)),
     Namespace("weft.dist_autograd", "dist_autograd.md"),
-    Namespace("weft.training", "train.md", internal=_words("add_demo_command add_train_command")),
-    Namespace("weft.observe", "report.md", internal=_words("add_report_command")),
-    Namespace("weft.planning", "plan.md", internal=_words("add_plan_command")),
+    Namespace("weft.training", "train.md", internal=_words("define_demo_command define_train_command")),
+    Namespace("weft.observe", "report.md", internal=_words("define_report_command")),
+    Namespace("weft.planning", "plan.md", internal=_words("define_plan_command")),
     Namespace("weft.testing", "testing.md", parts=("models",)),
     Namespace("weft.errors"),
 )
