@@ -49,7 +49,7 @@ from weft.comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from weft.fsdp.hooked import Steps
+from weft.fsdp.comm_hook import LastBucket
 from weft.testing.models import fill_parameters
 
 NAME = pytest.mark.parametrize("name", sorted(HOOKS))
@@ -312,7 +312,7 @@ def test_power_sgd_counts_steps() -> None:
 
 
 def test_which_bucket_is_the_last() -> None:
-    steps = Steps(3)
+    steps = LastBucket(3)
     assert [steps.is_last(index) for index in (5, 2, 9)] == [False, False, True]
     assert [steps.is_last(index) for index in (5, 9)] == [False, False]  # one is missing
     assert [steps.is_last(index) for index in (5, 9)] == [False, True]

@@ -14,10 +14,9 @@ import weft
 from tests.ranks import run_on
 from weft.errors import ConfigError, RefusedError, StateError, UnfitError
 from weft.fsdp import mesh as meshes
-from weft.fsdp.mesh import DataMesh, resolve_mesh, smaller_mesh
+from weft.fsdp.mesh import DataParallelMesh, DataParallelMeshDims, resolve_mesh, resolve_post_forward_mesh
 from weft.fsdp.policy import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -33,7 +32,7 @@ def make_mesh(*sizes: int, names: str | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=None if names is None else tuple(names.split()))
 
 
-def assert_sizes_fit(data: DataMesh) -> None:
+def assert_sizes_fit(data: DataParallelMesh) -> None:
     shard, replicate = data.shard_group, data.replicate_group
     assert (data.shard_size, data.shard_rank) == ((1, 0) if shard is None else (shard.size(), shard.rank()))
     assert (data.replicate_size, data.replicate_rank) == (
@@ -209,21 +208,21 @@ def test_policies_are_torchs() -> None:
 def test_a_smaller_mesh_has_groups_of_neighbours() -> None:
     rank = dist.get_rank()
     data = resolve_mesh(make_mesh(4))
-    assert smaller_mesh(data, True) is data
-    assert smaller_mesh(data, False) is None
-    assert smaller_mesh(data, 4) is data
-    smaller = smaller_mesh(data, 2)
+    assert resolve_post_forward_mesh(data, True) is data
+    assert resolve_post_forward_mesh(data, False) is None
+    assert resolve_post_forward_mesh(data, 4) is data
+    smaller = resolve_post_forward_mesh(data, 2)
     assert smaller is not None
     assert ranks_of(smaller.shard_group) == [rank - rank % 2, rank - rank % 2 + 1]
     assert ranks_of(smaller.replicate_group) == [rank % 2, rank % 2 + 2]
     assert_sizes_fit(smaller)
-    assert smaller_mesh(resolve_mesh(make_mesh(4)), 2) is smaller
+    assert resolve_post_forward_mesh(resolve_mesh(make_mesh(4)), 2) is smaller
 
 
 @run_on(threads=8)
 def test_a_smaller_mesh_of_two_axes() -> None:
     rank = dist.get_rank()
-    smaller = smaller_mesh(resolve_mesh(make_mesh(2, 4, names="replicate shard")), 2)
+    smaller = resolve_post_forward_mesh(resolve_mesh(make_mesh(2, 4, names="replicate shard")), 2)
     assert smaller is not None
     assert ranks_of(smaller.shard_group) == [rank - rank % 2, rank - rank % 2 + 1]
     assert ranks_of(smaller.replicate_group) == list(range(rank % 2, 8, 2))
@@ -233,7 +232,7 @@ def test_a_smaller_mesh_of_two_axes() -> None:
 def test_a_smaller_mesh_beside_tensor_parallelism() -> None:
     rank = dist.get_rank()
     data = resolve_mesh(make_mesh(4, 2, names="dp tp")["dp"])
-    smaller = smaller_mesh(data, 2)
+    smaller = resolve_post_forward_mesh(data, 2)
     assert smaller is not None
     assert ranks_of(smaller.shard_group) == ([rank, rank + 2] if rank % 4 < 2 else [rank - 2, rank])
     assert ranks_of(smaller.replicate_group) == sorted([rank, (rank + 4) % 8])
@@ -247,26 +246,26 @@ def test_a_smaller_mesh_beside_tensor_parallelism() -> None:
 def test_sizes_that_are_no_factor(size: int) -> None:
     text = f"If passing reshard_after_forward as an int, it should be a factor of 4, not {size}"
     with pytest.raises(ValueError, match=text):
-        smaller_mesh(resolve_mesh(make_mesh(4)), size)
+        resolve_post_forward_mesh(resolve_mesh(make_mesh(4)), size)
 
 
 @run_on(threads=2)
 def test_a_size_that_is_no_number() -> None:
     wrong: Any = "all"
     with pytest.raises(ValueError, match="should be a bool or an int representing the group size"):
-        smaller_mesh(resolve_mesh(make_mesh(2)), wrong)
+        resolve_post_forward_mesh(resolve_mesh(make_mesh(2)), wrong)
 
 
-def test_one_rank_means_whole_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    def ask() -> DataMesh | None:
+def test_one_rank_means_unsharded_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    def ask() -> DataParallelMesh | None:
         data = resolve_mesh(make_mesh(2))
-        return smaller_mesh(data, 1) or smaller_mesh(data, 1)
+        return resolve_post_forward_mesh(data, 1) or resolve_post_forward_mesh(data, 1)
 
     meshes._warn_of_one.cache_clear()
     with caplog.at_level(logging.WARNING, logger="weft.fsdp.mesh"):
         assert weft.launch(ask, ranks=1 + 1, kind="thread", timeout=60) == [None, None]
     texts = [record.getMessage() for record in caplog.records if record.name == "weft.fsdp.mesh"]
-    assert "reshard_after_forward=1 leaves parameters whole" in texts[0]
+    assert "reshard_after_forward=1 leaves parameters unsharded" in texts[0]
     assert len(texts) <= 2  # two threads may both be the first
 
 

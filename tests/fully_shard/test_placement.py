@@ -17,10 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import run_on
 from weft.errors import ConfigError, RefusedError, UnsupportedError
-from weft.fsdp.choose import move_to_device
-from weft.fsdp.mesh import DataMesh, resolve_mesh, smaller_mesh
-from weft.fsdp.placement import Placement, local_gradient, place, smaller_spec
-from weft.fsdp.policy import DataParallelMeshDims
+from weft.fsdp.api import move_to_device
+from weft.fsdp.mesh import DataParallelMesh, DataParallelMeshDims, resolve_mesh, resolve_post_forward_mesh
+from weft.fsdp.placement import Placement, local_gradient, post_forward_spec, resolve_placement
 from weft.tensors import make_dtensor, with_dtype
 
 # torch 2.11 has no such meshes.
@@ -39,7 +38,7 @@ def distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any
     return nn.Parameter(distribute_tensor(tensor, mesh, list(placements), src_data_rank=None))
 
 
-def shard_of(placement: Placement, data: DataMesh) -> DTensor:
+def shard_of(placement: Placement, data: DataParallelMesh) -> DTensor:
     """The sharded parameter, its shard cut as torch.chunk cuts."""
     sizes = list(placement.local.shape)
     pieces = list(torch.chunk(placement.local, data.shard_size, dim=placement.dim))
@@ -75,11 +74,11 @@ def test_plain_parameters_are_as_torchs(names: str | None, dim: int) -> None:
     mesh = make_mesh(4) if names is None else make_mesh(2, 2, names=names)
     data = resolve_mesh(mesh)
     param = nn.Parameter(numbered(6 if dim == 0 else 5, 8, 4))
-    placement = place("w", param, data, Shard(dim))
+    placement = resolve_placement("w", param, data, Shard(dim))
     assert placement.dim == dim % 3
     assert placement.local.data_ptr() == param.data_ptr()
     assert not placement.local.requires_grad
-    assert (placement.whole_spec, placement.kept_dims) == (None, frozenset())
+    assert (placement.unsharded_spec, placement.data_parallel_axes) == (None, frozenset())
     ours = shard_of(placement, data)
     assert_same(ours, torchs(param, mesh, dim))
     assert torch.equal(ours.full_tensor(), numbered(*param.shape))
@@ -90,7 +89,7 @@ def test_plain_parameters_are_as_torchs(names: str | None, dim: int) -> None:
 @run_on(threads=4)
 def test_uneven_on_every_dim(shape: tuple[int, int], dim: int) -> None:
     data = resolve_mesh(make_mesh(4))
-    ours = shard_of(place("w", nn.Parameter(numbered(*shape)), data, Shard(dim)), data)
+    ours = shard_of(resolve_placement("w", nn.Parameter(numbered(*shape)), data, Shard(dim)), data)
     assert ours.shape == shape
     assert torch.equal(ours.full_tensor(), numbered(*shape))
 
@@ -98,7 +97,7 @@ def test_uneven_on_every_dim(shape: tuple[int, int], dim: int) -> None:
 @run_on(threads=2)
 def test_replicate_only_splits_nothing() -> None:
     data = resolve_mesh(make_mesh(2), replicate_only=True)
-    placement = place("w", nn.Parameter(numbered(3, 4)), data, None)
+    placement = resolve_placement("w", nn.Parameter(numbered(3, 4)), data, None)
     assert placement.sharded_spec.placements == (Replicate(),)
     assert torch.equal(shard_of(placement, data).to_local(), numbered(3, 4))
 
@@ -106,7 +105,7 @@ def test_replicate_only_splits_nothing() -> None:
 @run_on(threads=2)
 def test_the_first_dim_unless_told() -> None:
     data = resolve_mesh(make_mesh(2))
-    assert place("w", nn.Parameter(numbered(4, 4)), data, None).dim == 0
+    assert resolve_placement("w", nn.Parameter(numbered(4, 4)), data, None).dim == 0
 
 
 @pytest.mark.parametrize("axis", [Shard(0), Shard(1), Replicate()])
@@ -117,11 +116,11 @@ def test_beside_tensor_parallelism_as_torchs(axis: Any, dim: int, shape: tuple[i
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
     param = distributed(numbered(*shape), mesh["tp"], [axis])
-    placement = place("w", param, data, Shard(dim))
+    placement = resolve_placement("w", param, data, Shard(dim))
     expected = _StridedShard(dim, split_factor=2) if axis == Shard(dim) else Shard(dim)
     assert placement.sharded_spec.placements == (expected, axis)
     assert placement.sharded_spec.mesh == mesh
-    assert placement.whole_spec is param._spec
+    assert placement.unsharded_spec is param._spec
     ours = shard_of(placement, data)
     assert torch.equal(ours.full_tensor(), numbered(*shape))
     if placement.local.shape[dim] % 2 == 0 or dim == 0:
@@ -133,7 +132,7 @@ def test_replicated_shards_beside_tensor_parallelism() -> None:
     mesh = make_mesh(2, 2, 2, names="replicate shard tp")
     data = resolve_mesh(mesh["replicate", "shard"])
     param = distributed(numbered(9, 4), mesh["tp"], [Shard(0)])
-    placement = place("w", param, data, None)
+    placement = resolve_placement("w", param, data, None)
     assert placement.sharded_spec.placements == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
     ours = shard_of(placement, data)
     assert_same(ours, torchs(param, mesh["replicate", "shard"], 0))
@@ -144,7 +143,7 @@ def test_replicated_shards_beside_tensor_parallelism() -> None:
 def test_replicate_only_beside_tensor_parallelism() -> None:
     mesh = make_mesh(4, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"], replicate_only=True)
-    placement = place("w", distributed(numbered(6, 4), mesh["tp"], [Shard(1)]), data, None)
+    placement = resolve_placement("w", distributed(numbered(6, 4), mesh["tp"], [Shard(1)]), data, None)
     assert placement.sharded_spec.placements == (Replicate(), Shard(1))
     assert torch.equal(shard_of(placement, data).full_tensor(), numbered(6, 4))
 
@@ -172,9 +171,9 @@ def test_a_mesh_with_all_axes_is_as_torchs(
     mesh = make_mesh(*sizes, names=names)
     data = resolve_mesh(mesh, DataParallelMeshDims(**dims))
     param = distributed(numbered(16, 6), mesh, placements)
-    placement = place("w", param, data, None)
+    placement = resolve_placement("w", param, data, None)
     own = {*data.dims.shard_names, *data.dims.replicate_names} if data.dims else set()
-    assert placement.kept_dims == {axis for axis, name in enumerate(names.split()) if name in own}
+    assert placement.data_parallel_axes == {axis for axis, name in enumerate(names.split()) if name in own}
     ours = shard_of(placement, data)
     assert torch.equal(ours.full_tensor(), numbered(16, 6))
     if data.shard_group is None:
@@ -188,11 +187,13 @@ def test_axes_that_act_as_one_around_another() -> None:
     mesh = make_mesh(2, 2, 2, names="fsdp tp cp")
     data = resolve_mesh(mesh, DataParallelMeshDims(shard=("fsdp", "cp")))
     param = distributed(numbered(11, 3), mesh, [Replicate(), Shard(0), Replicate()])
-    placement = place("w", param, data, None)
+    placement = resolve_placement("w", param, data, None)
     assert placement.sharded_spec.mesh.mesh_dim_names == ("fsdp_cp", "tp")
     assert placement.sharded_spec.placements == (_StridedShard(0, split_factor=2), Shard(0))
     assert torch.equal(shard_of(placement, data).full_tensor(), numbered(11, 3))
-    again = place("v", distributed(numbered(4, 3), mesh, [Replicate(), Shard(0), Replicate()]), data, None)
+    again = resolve_placement(
+        "v", distributed(numbered(4, 3), mesh, [Replicate(), Shard(0), Replicate()]), data, None
+    )
     assert again.sharded_spec.mesh is placement.sharded_spec.mesh
 
 
@@ -202,7 +203,7 @@ def test_parameters_that_are_refused() -> None:
 
     def refuse(error: type[Exception], text: str, param: nn.Parameter, wanted: Any = None) -> None:
         with pytest.raises(error, match=text):
-            place("some.weight", param, data, wanted)
+            resolve_placement("some.weight", param, data, wanted)
 
     matrix = nn.Parameter(numbered(4, 4))
     refuse(ValueError, "Change some.weight to a 1D tensor with numel equal to 1", nn.Parameter(numbered()))
@@ -222,9 +223,9 @@ def test_a_parameter_on_another_device() -> None:
     with pytest.raises(
         RefusedError, match="Expects the parameter to already be moved to device cuda:0 but got cpu"
     ):
-        place("w", nn.Parameter(numbered(2)), data, None)
+        resolve_placement("w", nn.Parameter(numbered(2)), data, None)
     meta = nn.Parameter(torch.empty(4, 2, device="meta"))
-    assert place("w", meta, data, None).local.is_meta
+    assert resolve_placement("w", meta, data, None).local.is_meta
 
 
 @run_on(threads=4)
@@ -234,7 +235,7 @@ def test_dtensors_that_are_refused_on_a_mesh_with_all_axes() -> None:
 
     def refuse(text: str, param: nn.Parameter) -> None:
         with pytest.raises(ConfigError, match=text):
-            place("w", param, data, None)
+            resolve_placement("w", param, data, None)
 
     refuse("all parameters must be DTensors on the full SPMD mesh", nn.Parameter(numbered(4, 4)))
     refuse("to be the same mesh passed", distributed(numbered(4, 4), twin, [Replicate(), Replicate()]))
@@ -257,7 +258,7 @@ def test_dtensors_are_not_moved_to_another_device() -> None:
 @run_on(threads=2)
 def test_gradients_of_plain_parameters_pass() -> None:
     data = resolve_mesh(make_mesh(2))
-    placement = place("w", nn.Parameter(numbered(4, 4)), data, None)
+    placement = resolve_placement("w", nn.Parameter(numbered(4, 4)), data, None)
     grad = numbered(4, 4)
     assert local_gradient(grad, placement) is grad
     coming = all_reduce(torch.ones(4, 4), "sum", dist.group.WORLD)
@@ -272,7 +273,7 @@ def test_gradients_of_plain_parameters_pass() -> None:
 def test_gradients_come_to_the_parameters_placements(have: Any, want: Any) -> None:
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
-    placement = place("w", distributed(numbered(6, 4), mesh["tp"], [want]), data, None)
+    placement = resolve_placement("w", distributed(numbered(6, 4), mesh["tp"], [want]), data, None)
     full = numbered(6, 4) * (1 + data.shard_rank)
     if have == Partial():
         part = full * (0.25 if mesh["tp"].get_local_rank() == 0 else 0.75)
@@ -289,7 +290,7 @@ def test_gradients_come_to_the_parameters_placements(have: Any, want: Any) -> No
 def test_sums_over_ranks_that_share_data_are_left_alone() -> None:
     mesh = make_mesh(2, 2, names="fsdp tp")
     data = resolve_mesh(mesh, DataParallelMeshDims(shard="fsdp"))
-    placement = place("w", distributed(numbered(4, 4), mesh, [Replicate(), Shard(1)]), data, None)
+    placement = resolve_placement("w", distributed(numbered(4, 4), mesh, [Replicate(), Shard(1)]), data, None)
     mine = torch.full((4, 4), 1.0 + dist.get_rank())
     local = local_gradient(DTensor.from_local(mine, mesh, [Partial(), Partial()]), placement)
     first = dist.get_rank() // 2 * 2
@@ -304,7 +305,7 @@ def test_sums_over_ranks_that_share_data_are_left_alone() -> None:
 def test_gradients_that_are_refused() -> None:
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
-    placement = place("w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None)
+    placement = resolve_placement("w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None)
     with pytest.raises(AssertionError, match="Expected DTensor, got"):
         local_gradient(numbered(2, 4), placement)
     other = DTensor.from_local(numbered(4, 4), mesh, [Replicate(), Replicate()])
@@ -316,10 +317,10 @@ def test_gradients_that_are_refused() -> None:
 @run_on(threads=4)
 def test_what_is_seen_on_a_smaller_mesh(dim: int) -> None:
     data = resolve_mesh(make_mesh(4))
-    smaller = smaller_mesh(data, 2)
+    smaller = resolve_post_forward_mesh(data, 2)
     assert smaller is not None
-    placement = place("w", nn.Parameter(numbered(4, 6)), data, Shard(dim))
-    spec = smaller_spec(placement, smaller)
+    placement = resolve_placement("w", nn.Parameter(numbered(4, 6)), data, Shard(dim))
+    spec = post_forward_spec(placement, smaller)
     assert spec.placements == (Replicate(), Shard(dim))
     seen = make_dtensor(numbered(4, 6).chunk(2, dim)[smaller.shard_rank].contiguous(), spec)
     assert torch.equal(seen.full_tensor(), numbered(4, 6))
@@ -329,16 +330,18 @@ def test_what_is_seen_on_a_smaller_mesh(dim: int) -> None:
 def test_no_smaller_mesh_for_dtensors() -> None:
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
-    placement = place("w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None)
+    placement = resolve_placement("w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None)
     with pytest.raises(NotImplementedError, match="Resharding to smaller mesh is not supported for DTensor"):
-        smaller_spec(placement, data)
+        post_forward_spec(placement, data)
 
 
 @run_on(threads=4)
 def test_the_same_placements_of_another_dtype() -> None:
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
-    spec = place("w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None).sharded_spec
+    spec = resolve_placement(
+        "w", distributed(numbered(4, 4), mesh["tp"], [Shard(0)]), data, None
+    ).sharded_spec
     half = with_dtype(spec, torch.bfloat16)
     assert with_dtype(spec, torch.float32) is spec
     assert (half.placements, half.mesh) == (spec.placements, spec.mesh)
@@ -351,7 +354,7 @@ def test_the_same_placements_of_another_dtype() -> None:
 @run_on(threads=2)
 def test_a_dtensor_is_made_around_a_tensor() -> None:
     data = resolve_mesh(make_mesh(2))
-    spec = place("w", nn.Parameter(numbered(4, 2)), data, None).sharded_spec
+    spec = resolve_placement("w", nn.Parameter(numbered(4, 2)), data, None).sharded_spec
     local = torch.ones(2, 2)
     made = make_dtensor(local, spec)
     assert type(made) is DTensor

@@ -175,7 +175,7 @@ def test_a_hook_that_is_gone_does_not_count(register: Callable[..., Any]) -> Non
 
 def test_what_stands_for_a_sharded_parameter_waits() -> None:
     whole = leaf()
-    whole._weft_is_whole = True  # type: ignore[attr-defined]
+    whole._weft_is_unsharded = True  # type: ignore[attr-defined]
     starts = starts_with({1: (whole,), 2: (leaf(),)})
     starts.settle(Reached())
     assert places(starts) == ([], [2], [1])

@@ -32,7 +32,7 @@ from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
 from weft.dist_autograd.starts import Start
 from weft.errors import StateError
-from weft.fsdp.param import is_whole
+from weft.fsdp.param import is_unsharded_param
 from weft.tensors import dense_strides, holder_count, use_count
 
 _lock = threading.Lock()
@@ -159,7 +159,7 @@ class Landing:
 
     def _prepare(self, node: Any) -> None:
         variable = node.variable
-        if is_whole(variable):
+        if is_unsharded_param(variable):
             return  # gradients of its shards are announced
         if id(variable) in self._lent_ids:
             return

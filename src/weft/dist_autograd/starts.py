@@ -23,7 +23,7 @@ from weft.autograd import has_hooks, has_tensor_hooks
 from weft.data_parallel.user_hooks import hooks_of
 from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.messages import Grads
-from weft.fsdp.param import is_whole
+from weft.fsdp.param import is_unsharded_param
 
 Start = tuple[GradientEdge, torch.Tensor]
 
@@ -101,4 +101,4 @@ def _leaves_of(node: Any) -> list[Any]:
 
 
 def _is_plain(variable: torch.Tensor) -> bool:
-    return not hooks_of(variable) and not has_tensor_hooks(variable) and not is_whole(variable)
+    return not hooks_of(variable) and not has_tensor_hooks(variable) and not is_unsharded_param(variable)

@@ -1,7 +1,7 @@
-"""Which ranks share a module's data-parallel work: a user's mesh, or none, to groups.
+"""The ranks that share a module's data-parallel work: from a user's mesh, or none, to process groups.
 
-Invariant: a DataMesh is made of meshes and groups that every rank in them made alike, in the same order.
-What a parameter looks like on such a mesh is placement.py's.
+Invariant: a DataParallelMesh is made of meshes and groups that every rank in them made alike, in the same
+order. How a parameter lies on such a mesh is placement.py's.
 
 Private torch names, here only: `DeviceMesh._flatten` (several axes as one), `DeviceMesh._concatenate` (axes
 of one root mesh side by side).
@@ -10,6 +10,8 @@ of one root mesh side by side).
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +20,55 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm.group import resolve_group
 from weft.comm.simulated import check_one_rank
-from weft.errors import ConfigError, InternalError, RefusedError, UnfitError
-from weft.fsdp.default_mesh import default_mesh
-from weft.fsdp.policy import DataParallelMeshDims
+from weft.errors import ConfigError, InternalError, RefusedError, StateError, UnfitError
 from weft.torch_private import check_torch
 
 logger = logging.getLogger(__name__)
 
+FEATURE = "fsdp"  # of the events of all collectives of fully_shard
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Which axes of a mesh share data, by name, where parameters are DTensors on the whole of that mesh.
+
+    `shard`: the axes that parameters are sharded over. `replicate`: those that hold the same shards. Several
+    names act as one axis. Raises ConfigError when neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ConfigError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims. Name the mesh axes "
+                "that parameters are sharded over as shard, those that hold the same shards as replicate."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes to shard over; empty for none."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes that hold the same shards; empty for none."""
+        return _as_names(self.replicate)
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
 
 @dataclass(frozen=True, eq=False)
-class DataMesh:
+class DataParallelMesh:
     """The ranks that share a module's data-parallel work.
 
     It is sharded over some of them, and others hold the same shard.
@@ -46,27 +83,27 @@ class DataMesh:
 
     @cached_property
     def shard_size(self) -> int:
-        """How many ranks a parameter is split over."""
+        """The number of ranks that a parameter is sharded over."""
         return 1 if self.shard_group is None else self.shard_group.size()
 
     @cached_property
     def shard_rank(self) -> int:
-        """Which of the shards is this rank's."""
+        """This rank in the shard group."""
         return 0 if self.shard_group is None else self.shard_group.rank()
 
     @cached_property
     def replicate_size(self) -> int:
-        """How many ranks hold the same shard."""
+        """The number of ranks that hold the same shard."""
         return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @cached_property
     def replicate_rank(self) -> int:
-        """Which of the ranks with this shard is this one."""
+        """This rank among those with the same shard."""
         return 0 if self.replicate_group is None else self.replicate_group.rank()
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this rank works: the CPU, or the device that was current when first asked."""
+        """This rank's device: the CPU, or the device that was current when first asked."""
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device("cpu")
@@ -74,12 +111,12 @@ class DataMesh:
 
     @cached_property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that there are, the shards' first."""
+        """The groups that there are, the shard group first."""
         return [group for group in (self.shard_group, self.replicate_group) if group is not None]
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All ranks of the mesh, of the world."""
+        """The global ranks of the mesh."""
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     @cached_property
@@ -127,8 +164,8 @@ class DataMesh:
 
 def resolve_mesh(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None, *, replicate_only: bool = False
-) -> DataMesh:
-    """The ranks that a user means: by default the whole world, on the accelerator where there is one.
+) -> DataParallelMesh:
+    """The data-parallel mesh that a user means: by default the world, on the accelerator if there is one.
 
     `dims` names the axes of `mesh` that share data, where parameters are DTensors on all of it. Without
     it a mesh of one axis shards, one of two replicates over the first and shards over the second.
@@ -146,10 +183,10 @@ def resolve_mesh(
     if dims is not None:
         return _resolve_named(mesh, dims)
     if replicate_only:
-        return DataMesh(mesh, None, mesh.get_group(0))
+        return DataParallelMesh(mesh, None, mesh.get_group(0))
     if mesh.ndim == 1:
-        return DataMesh(mesh, mesh.get_group(0), None)
-    return DataMesh(mesh, mesh.get_group(1), mesh.get_group(0))
+        return DataParallelMesh(mesh, mesh.get_group(0), None)
+    return DataParallelMesh(mesh, mesh.get_group(1), mesh.get_group(0))
 
 
 def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, *, replicate_only: bool) -> None:
@@ -179,11 +216,14 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None, *, replicate
         )
 
 
-def smaller_mesh(data: DataMesh, reshard_after_forward: bool | int) -> DataMesh | None:
-    """What parameters are sharded over between forward and backward; None if they stay whole.
+def resolve_post_forward_mesh(
+    dp_mesh: DataParallelMesh, reshard_after_forward: bool | int
+) -> DataParallelMesh | None:
+    """The mesh that parameters are sharded over between forward and backward; None if they stay unsharded.
 
-    True is all of `data`. A number n is groups of n neighbours: every rank of `data` must call it alike, for
-    it makes those groups, once for each n. Raises ConfigError for an n that doesn't divide the shard group.
+    True is all of `dp_mesh`. A number n is groups of n neighbours: every rank of `dp_mesh` must call it
+    alike, for it makes those groups, once for each n. Raises ConfigError for an n that doesn't divide the
+    shard group.
     """
     size = reshard_after_forward
     if not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]  (a user's value)
@@ -192,18 +232,18 @@ def smaller_mesh(data: DataMesh, reshard_after_forward: bool | int) -> DataMesh 
             f"not {size}"
         )
     if isinstance(size, bool):
-        return data if size else None
-    if size < 1 or data.shard_size % size:
+        return dp_mesh if size else None
+    if size < 1 or dp_mesh.shard_size % size:
         raise ConfigError(
             "If passing reshard_after_forward as an int, it should be a factor of "
-            f"{data.shard_size}, not {size}: parameters are sharded over {data.shard_size} ranks."
+            f"{dp_mesh.shard_size}, not {size}: parameters are sharded over {dp_mesh.shard_size} ranks."
         )
     if size == 1:
         _warn_of_one()
         return None
-    if size == data.shard_size:
-        return data
-    return _neighbours(data, size)
+    if size == dp_mesh.shard_size:
+        return dp_mesh
+    return _neighbours(dp_mesh, size)
 
 
 def join_axes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -257,16 +297,16 @@ def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims, *, replicate_only
         )
 
 
-def _resolve_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+def _resolve_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMesh:
     shard = _as_one_axis(mesh, dims.shard_names)
     replicate = _as_one_axis(mesh, dims.replicate_names)
     if replicate is None:
         assert shard is not None  # check_mesh saw that one of them has names
-        return DataMesh(shard, shard.get_group(0), None, dims, mesh)
+        return DataParallelMesh(shard, shard.get_group(0), None, dims, mesh)
     if shard is None:
-        return DataMesh(replicate, None, replicate.get_group(0), dims, mesh)
+        return DataParallelMesh(replicate, None, replicate.get_group(0), dims, mesh)
     both = join_axes([replicate, shard])
-    return DataMesh(both, shard.get_group(0), replicate.get_group(0), dims, mesh)
+    return DataParallelMesh(both, shard.get_group(0), replicate.get_group(0), dims, mesh)
 
 
 def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
@@ -280,25 +320,25 @@ def _as_one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 @cache  # once a process
 def _warn_of_one() -> None:
     logger.warning(
-        "fully_shard: reshard_after_forward=1 leaves parameters whole after forward. Write False for that, "
-        "True to free them."
+        "fully_shard: reshard_after_forward=1 leaves parameters unsharded after forward. Write False for "
+        "that, True to reshard them."
     )
 
 
 # By shard group, then by size and ranks. Groups take memory and connections, and a model asks once a layer.
-_neighbour_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataMesh]] = (
-    weakref.WeakKeyDictionary()
-)
+_neighbour_meshes: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[object, ...], DataParallelMesh]
+] = weakref.WeakKeyDictionary()
 
 
-def _neighbours(data: DataMesh, size: int) -> DataMesh:
-    assert data.shard_group is not None  # its size has a factor
-    made = _neighbour_meshes.setdefault(data.shard_group, {})
-    ranks = data.mesh.mesh.reshape(-1, size)
-    key = (data.mesh.device_type, size, tuple(ranks.flatten().tolist()))
+def _neighbours(dp_mesh: DataParallelMesh, size: int) -> DataParallelMesh:
+    assert dp_mesh.shard_group is not None  # its size has a factor
+    made = _neighbour_meshes.setdefault(dp_mesh.shard_group, {})
+    ranks = dp_mesh.mesh.mesh.reshape(-1, size)
+    key = (dp_mesh.mesh.device_type, size, tuple(ranks.flatten().tolist()))
     if key not in made:
-        mesh = _make_mesh(data.mesh.device_type, ranks)
-        made[key] = DataMesh(mesh, mesh.get_group(1), mesh.get_group(0))
+        mesh = _make_mesh(dp_mesh.mesh.device_type, ranks)
+        made[key] = DataParallelMesh(mesh, mesh.get_group(1), mesh.get_group(0))
     return made[key]
 
 
@@ -311,3 +351,56 @@ def _make_mesh(kind: str, ranks: torch.Tensor) -> DeviceMesh:
     members = ranks[:, column].tolist(), ranks[row].tolist()
     groups = [dist.new_group(group, use_local_synchronization=True) for group in members]
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]
+
+
+# The mesh that is meant where none was given: the whole world, on the accelerator if there is one
+
+
+# The world's mesh, by name of its axis: making it twice may make a group twice. A mesh holds its groups, so
+# that a dictionary by group would keep worlds alive; this keeps one a thread, until that thread has another.
+class _LastDefault(threading.local):
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    meshes: dict[str | None, DeviceMesh]
+
+
+_last_default = _LastDefault()
+
+
+def default_mesh(name: str | None) -> DeviceMesh:
+    """A mesh of one axis, called `name`, that has all ranks; the same one until the world is another.
+
+    Under torchrun it makes the world if nobody has. Raises StateError where there is none to make.
+    """
+    group = _world_group()
+    if _last_default.group is None or _last_default.group() is not group:
+        _last_default.group, _last_default.meshes = weakref.ref(group), {}
+    mesh = _last_default.meshes.get(name)
+    if mesh is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None else accelerator.type
+        _select_device(kind)
+        names = None if name is None else (name,)
+        mesh = _last_default.meshes[name] = init_device_mesh(kind, (group.size(),), mesh_dim_names=names)
+    return mesh
+
+
+def _world_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+            raise StateError(
+                "fully_shard: no process group is there, and no mesh was given. Call weft.init() first, or "
+                "run the function with weft.launch() or torchrun."
+            )
+        dist.init_process_group()  # under torchrun the first use makes the world
+    return resolve_group(None)
+
+
+def _select_device(kind: str) -> None:
+    """Choose this rank's device where nobody has, before DeviceMesh does: ranks may share one."""
+    if kind == "cpu":
+        return
+    module: Any = torch.get_device_module(kind)
+    if hasattr(module, "is_initialized") and not module.is_initialized() and module.device_count():
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        module.set_device(local_rank % module.device_count())
+        module.init()

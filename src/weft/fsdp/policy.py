@@ -1,29 +1,31 @@
-"""What a user decides about `fully_shard` as plain values: dtypes, offloading, the axes that share data.
+"""What users decide about a group of parameters as plain values: dtypes, offloading, and settings.
 
-Names and meanings are torch's. Nothing here does anything.
+Names and meanings of the policies are torch's. Nothing here does anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from weft.errors import ConfigError
+from weft.fsdp.mesh import DataParallelMesh
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a module's whole parameters, of its gradients on their way, and of its results.
+    """The dtypes of a module's unsharded parameters, of the reduction of its gradients, and of its outputs.
 
-    Shards keep the dtype that the parameters had, so that the optimizer steps in it.
+    Shards keep the dtype that the parameters had; the optimizer steps in it.
 
-    `param_dtype`: of floating-point parameters in forward and backward, and on their way to the ranks;
-    None for their own.
+    `param_dtype`: of floating-point parameters in forward and backward, and in the all-gather; None for
+    their own.
     `reduce_dtype`: of gradients while they are reduced, and while they accumulate unreduced; None for the
     dtype that backward gives them.
-    `output_dtype`: what floating-point tensors that forward returns are cast to; None leaves them.
-    `cast_forward_inputs`: whether floating-point tensors given to forward are cast to `param_dtype`.
+    `output_dtype`: what floating-point outputs of forward are cast to; None leaves them.
+    `cast_forward_inputs`: whether floating-point inputs of forward are cast to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -34,50 +36,41 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Where shards rest between uses. This one, the default, leaves them on the mesh's device."""
+    """The device of the shards. This one, the default, leaves them on the mesh's device."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and the optimizer's state rest in the CPU's memory; it steps there.
+    """Keep shards, their gradients and the optimizer's state in the CPU's memory; the optimizer steps there.
 
-    `pin_memory`: rest in page-locked memory. Copies then overlap with work on the device, and the pages
-    can't be used by others.
+    `pin_memory`: in page-locked memory. Copies then overlap with work on the device, and the pages can't be
+    used by others.
     """
 
     pin_memory: bool = True
 
 
-@dataclass
-class DataParallelMeshDims:
-    """Which axes of a mesh share data, by name, where parameters are DTensors on the whole of that mesh.
+@dataclass(eq=False)
+class GroupSettings:
+    """What users may set for a group at any time; equal on all ranks."""
 
-    `shard`: the axes that parameters are split over. `replicate`: those that hold the same shards. Several
-    names act as one axis. Raises ConfigError when neither is given.
-    """
+    # What parameters are sharded over between forward and backward; None keeps them unsharded.
+    post_forward_mesh: DataParallelMesh | None
+    reduces_grads: bool = True
+    all_reduces_grads: bool = True  # over the replicas
+    reshards_after_backward: bool = True
+    unshards_in_backward: bool = True
+    gradient_divide_factor: float | None = None
+    sums_only: bool = False  # divide by hand: for backends without other operators
+    reduces_unused: bool = False  # parameters that no rank has used get zeros
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_stream: Any = None
+    custom_all_gather: Any = None  # torch's AllGather, of the user's
+    custom_reduce_scatter: Any = None  # torch's ReduceScatter, of the user's
+    reduce_scatter_group: Any = None  # None: the shard group
+    comm_hook: Any = None
 
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
-            raise ConfigError(
-                "At least one of shard or replicate must be set in DataParallelMeshDims. Name the mesh axes "
-                "that parameters are split over as shard, those that hold the same shards as replicate."
-            )
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The axes to split over; empty for none."""
-        return _as_names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The axes that hold the same shards; empty for none."""
-        return _as_names(self.replicate)
-
-
-def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    def order_key(self) -> Hashable:
+        """What changes the order of collectives."""
+        size = 0 if self.post_forward_mesh is None else self.post_forward_mesh.shard_size
+        return (size, self.reduces_grads, self.reshards_after_backward, self.unshards_in_backward)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
 
-from weft.fsdp.storage import memory_as_on_gpu
+from weft.fsdp.all_gather import memory_as_on_gpu
 
 
 class _Fused(TorchFunctionMode):

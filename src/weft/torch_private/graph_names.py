@@ -138,7 +138,7 @@ GRAPHS = (
         "torch.utils._python_dispatch",
         ("is_traceable_wrapper_subclass",),
         "whether a parameter is a tensor around others, whose parts are sharded",
-        ("fsdp/choose.py",),
+        ("fsdp/api.py",),
     ),
     PrivateNames(
         "torch.utils._python_dispatch",

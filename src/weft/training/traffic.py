@@ -44,7 +44,7 @@ def _describe_groups(root: nn.Module) -> list[Unit]:
         {
             "label": group.name,
             "num_bytes": group.num_bytes,
-            "parameters": [param.name for param in group.params],
+            "parameters": [param.fqn for param in group.params],
         }
         for module in root.modules()
         if isinstance(module, FSDPModule)

@@ -1,4 +1,4 @@
-"""Which modules and parameters a call of fully_shard is about."""
+"""Which modules and parameters a call of fully_shard manages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from weft.errors import ConfigError
-from weft.fsdp.choose import (
+from weft.fsdp.api import (
     check_module,
     managed_buffers,
     managed_modules,
