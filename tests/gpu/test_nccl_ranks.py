@@ -127,7 +127,7 @@ def left_out(event: Callable[..., Any], names: tuple[Any, ...], body: Callable[[
         body()
 
 
-FORKED = (torch.cuda.Stream, "wait_stream", "weft.data_parallel.streams")
+FORKED = (torch.cuda.Stream, "wait_stream", "weft.data_parallel.arrivals")
 HOOKS = (torch.cuda.Stream, "wait_event", "weft.comm_hooks.in_order")
 NOTICE = (torch.cuda.Stream, "wait_event", "weft.join.notice")
 EVENTS: dict[str, tuple[Any, ...]] = {

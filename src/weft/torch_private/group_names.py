@@ -188,7 +188,7 @@ MESHES = (
         ("DTensorSpec", "TensorMeta"),
         "the layout that a DTensor is made of",
         (
-            "data_parallel/members.py",
+            "data_parallel/parameters.py",
             "fsdp/placement.py",
             "tensor_parallel/gradients.py",
             "tensors/dtensor.py",
