@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from weft.autograd import accumulation_node, current_backward, is_reachable, traced_inside_only, will_run
+from weft.comm.call import hosted_by
+from weft.comm_hooks.mean import FEATURE
 from weft.data_parallel.parameters import has_param_placements
 from weft.errors import StateError
 
@@ -273,7 +275,8 @@ def run_deferred(param: torch.Tensor, backward: int | None, *, has_stepped: bool
         if has_stepped and getattr(hook.hook, "steps_optimizers", False):
             param.grad = None
         else:
-            hook.hook(param)
+            with hosted_by(FEATURE):
+                hook.hook(param)
 
 
 _MODULE = "torch.distributed.optim.apply_optimizer_in_backward"

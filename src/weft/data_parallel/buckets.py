@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from weft import comm
+from weft.comm.call import hosted_by
 from weft.comm.graph_capture import check_host_read, is_capturing
 from weft.comm.group import has_imagined_peers, state_of
 from weft.comm.record import stand_for
@@ -190,7 +191,8 @@ def wait_for(pending: Pending) -> torch.Tensor:
 def call_hook(reduction: Reduction, bucket: GradBucket) -> Future[torch.Tensor]:
     """Call the hook and check what it returns."""
     assert reduction.hook is not None
-    future = cast("object", reduction.hook(reduction.hook_state, bucket))
+    with hosted_by(FEATURE):
+        future = cast("object", reduction.hook(reduction.hook_state, bucket))
     if not isinstance(future, torch._C.Future):  # which torch.futures.Future is, and what its `then` returns
         raise StateError(
             f"gradient hook {_name(reduction.hook)}: callback must return a torch.futures.Future object, "

@@ -45,7 +45,7 @@ _NOT_COPIED = ("_own_replica", "_cast_parameters", "process_group", "device_mesh
 
 
 @known_as_wrapper
-class DistributedDataParallel(Prepared, nn.Module, Joinable):
+class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=True):
     """Train copies of a module on every rank of a group; gradients are averaged during backward.
 
     The arguments are torch's. Unused parameters need no flag: one that some rank used gets the

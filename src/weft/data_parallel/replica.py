@@ -131,6 +131,9 @@ class Replica:
         if not torch.is_grad_enabled() and self.owner._join_config.enable:
             return  # an evaluation within the loop: the ranks that have joined don't see it
         Join.notify_join_context(self.owner)
+        watch = self.owner._join_config.watch
+        if watch is not None:
+            watch.forwards.add(id(self.owner))
         num_active = Join.num_active(self.owner)
         self.reducer.has_even_inputs = num_active is None
         hook = self.buffer_hook
@@ -182,6 +185,9 @@ class Replica:
     def _after_eager_forward(self, output: Any) -> Any:
         if self.reducer.forward_state.in_traced_forward:
             self.compiled.note_graph_break()
+        watch = self.owner._join_config.watch
+        if watch is not None:
+            watch.forwards.discard(id(self.owner))
         hook = self.buffer_hook
         is_recomputed = current_backward() is not None
         if hook is not None and hook.is_after_forward and not is_recomputed and self.will_sync_buffers():

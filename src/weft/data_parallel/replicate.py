@@ -39,7 +39,7 @@ from weft.torch_private import check_torch
 FEATURE = "replicate"
 
 
-class ReplicatedModule(Prepared, Joinable):
+class ReplicatedModule(Prepared, Joinable, calls_by_feature=True):
     """What a module can do once it is replicated."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

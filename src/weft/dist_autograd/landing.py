@@ -335,5 +335,5 @@ def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynce
 
 @cache
 def _hear_announcements() -> None:
-    """Hear of gradients that strategies set, from the first landing on: no backward without RPC comes here."""
+    """Hear of gradients that strategies set, from the first landing on: not in processes without RPC."""
     on_announcement(_hear)

@@ -14,6 +14,7 @@ import torch
 
 from weft import comm
 from weft.comm import Handle
+from weft.comm.call import hosted_by
 from weft.fsdp.division import Division, plan_division
 from weft.fsdp.flat import FEATURE
 from weft.fsdp.gradients import GradShards
@@ -326,11 +327,12 @@ class Reduction:
             return
         stream = settings.all_reduce_stream
         if stream is None:
-            settings.all_reduce_hook(self._out)
+            with hosted_by("fsdp"):
+                settings.all_reduce_hook(self._out)
             return
         on: Any = torch.get_device_module(self._batch.data.device)
         stream.wait_stream(on.current_stream())
-        with on.stream(stream):
+        with on.stream(stream), hosted_by("fsdp"):
             settings.all_reduce_hook(self._out)
         on.current_stream().wait_stream(stream)
 

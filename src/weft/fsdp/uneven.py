@@ -22,7 +22,7 @@ from weft.join import Joinable, JoinHook
 _NOT_GIVEN = object()
 
 
-class ShardedJoinable(Joinable):
+class ShardedJoinable(Joinable, calls_by_feature=True):
     """What makes a sharded module a Joinable."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

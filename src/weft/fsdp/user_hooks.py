@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from weft.comm.call import hosted_by
 from weft.errors import StateError
 from weft.fsdp.param import ShardedParam
 
@@ -24,7 +25,8 @@ def give_gradient(param: ShardedParam, grad: DTensor | None) -> None:
         hooks = sharded._backward_hooks
         if hooks:
             for hook in list(hooks.values()):
-                changed = hook(grad)
+                with hosted_by("fsdp"):
+                    changed = hook(grad)
                 grad = grad if changed is None else changed
         if sharded.grad is None:
             sharded.grad = grad
@@ -34,7 +36,8 @@ def give_gradient(param: ShardedParam, grad: DTensor | None) -> None:
     if hooks:
         with torch.enable_grad():  # as autograd runs them; an optimizer says no_grad itself
             for hook in list(hooks.values()):
-                hook(sharded)
+                with hosted_by("fsdp"):
+                    hook(sharded)
 
 
 def give_all(params: Sequence[ShardedParam], grads: Sequence[DTensor]) -> bool:

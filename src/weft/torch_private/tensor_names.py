@@ -201,8 +201,8 @@ MODULES = (
     PrivateNames(
         "torch.nn.modules._functions",
         ("__file__",),
-        "the file of SyncBatchNorm's autograd function, whose collectives Join tells from others",
-        ("join/callers.py",),
+        "SyncBatchNorm's autograd function, whose collectives Join tells from others",
+        ("join/watch.py",),
     ),
     PrivateNames(
         "torch.nn.modules.module",
