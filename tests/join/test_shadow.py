@@ -15,13 +15,15 @@ import weft
 from weft.comm.call import door_feature
 from weft.comm.door import launch_call
 from weft.join import shadow, watch
-from weft.join.wire import Description, Flag
+from weft.join.wire import CallDescription, Flag
 
 OPS, DTYPES, REDUCE_OPS = shadow.OPS, shadow._DTYPES, shadow._REDUCE_OPS
 
 
-def described(op: str, reduce_op: str = "", dtype: torch.dtype = torch.float32, **more: Any) -> Description:
-    return Description(OPS.index(op), REDUCE_OPS.index(reduce_op), DTYPES.index(dtype), numel=3, **more)
+def described(
+    op: str, reduce_op: str = "", dtype: torch.dtype = torch.float32, **more: Any
+) -> CallDescription:
+    return CallDescription(OPS.index(op), REDUCE_OPS.index(reduce_op), DTYPES.index(dtype), numel=3, **more)
 
 
 @pytest.mark.parametrize(
@@ -53,36 +55,36 @@ def test_neutral_values_change_nothing(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["avg", "premul_sum"])
 def test_a_mean_has_no_neutral_value(name: str) -> None:
-    reason = shadow.refusal(described("all_reduce", name), [0])
+    reason = shadow.refusal_reason(described("all_reduce", name), [0])
     assert reason is not None
     assert "Use SUM" in reason
 
 
 def test_roots() -> None:
     for op in ("broadcast", "scatter"):
-        assert shadow.refusal(described(op, root=1), [0, 2]) is None
-        reason = shadow.refusal(described(op, root=2), [0, 2])
+        assert shadow.refusal_reason(described(op, root=1), [0, 2]) is None
+        reason = shadow.refusal_reason(described(op, root=2), [0, 2])
         assert reason is not None
         assert "rank 2, has joined" in reason
-    assert shadow.refusal(described("reduce", "sum", root=2), [0, 2]) is None
+    assert shadow.refusal_reason(described("reduce", "sum", root=2), [0, 2]) is None
 
 
 def test_gathers_need_leave() -> None:
     for op in ("all_gather", "all_gather_into_tensor"):
-        assert "shadowed()" in (shadow.refusal(described(op), [0]) or "")
-        assert shadow.refusal(described(op, flags=int(Flag.ZEROS)), [0]) is None
+        assert "shadowed()" in (shadow.refusal_reason(described(op), [0]) or "")
+        assert shadow.refusal_reason(described(op, flags=int(Flag.ZEROS)), [0]) is None
 
 
 @pytest.mark.parametrize("flag", [Flag.OPAQUE, Flag.OBJECTS, Flag.FOREIGN, Flag.NESTED])
 def test_flags_refuse(flag: Flag) -> None:
-    assert shadow.refusal(replace(described("all_reduce", "sum"), flags=int(flag)), [0])
+    assert shadow.refusal_reason(replace(described("all_reduce", "sum"), flags=int(flag)), [0])
 
 
 def test_every_op_has_an_answer() -> None:
     for op in OPS:
         description = described(op, "sum", flags=int(Flag.ZEROS))
-        assert shadow.words(description)
-        shadow.refusal(description, [0])
+        assert shadow.format_call(description)
+        shadow.refusal_reason(description, [0])
 
 
 def test_the_methods_are_those_of_process_groups() -> None:

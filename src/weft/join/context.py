@@ -2,7 +2,7 @@
 
 A Joinable communicates in every step of a loop. A rank that leaves its loop *joins*: it runs the JoinHooks of
 its Joinables once for every step that another rank still makes, and leaves the context when all ranks have
-joined. How ranks hear of each other is watch.py's work.
+joined. How ranks learn of each other is watch.py's work.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Handle[torch.Tensor] | None:
-        """Say that this rank makes another step. A Joinable calls it before its first collective of a step.
+        """Announce another step of this rank. A Joinable calls it before its first collective of a step.
 
         Only the first Joinable of a Join communicates: it gets a Handle whose tensor holds
         the number of ranks that make this step. The others, and those outside of a Join, get

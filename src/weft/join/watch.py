@@ -1,21 +1,22 @@
-"""A rank under Join and its group: whose each collective is, what is said before it, and what is heard.
+"""A rank under Join and its group: whose each collective is, and what ranks exchange before it.
 
-Note [Words before calls]. While every rank is active nothing is said but STEP, once a step: all ranks make
-all calls. A call of the user's might stand before the next step's notice, when another rank has already
-left its loop, so it is preceded by the word EXTRA. From the first step that not all ranks make, *every*
-call on the group is preceded by a word of every rank: COVERED or EXTRA from active ranks, SHADOW from
-joined ranks inside a hook, IDLE from those between steps. After EXTRA comes a description, and joined ranks
-make the described call; after COVERED they make the hook's. All ranks read the same census, so that
-whatever does not fit is found on all of them before data moves.
+Note [Status before calls]. While every rank is active only the status STEP is exchanged, once a step: all
+ranks make all calls. A call of the user's might come before the next step's notice, when another rank has
+already left its loop, so EXTRA is exchanged before it. From the first step that not all ranks make, ranks
+exchange their status before *every* call on the group: COVERED or EXTRA for active ranks, SHADOW for joined
+ranks inside a hook, IDLE for those between steps. After EXTRA comes a description, and joined ranks make
+the described call; after COVERED they make the hook's. All ranks read the same census, so that whatever
+does not fit is found on all of them before data moves.
 
-Note [Whose a call is]. Context variables say it, and nothing is guessed. weft.comm says which feature calls
-through it, and which feature runs a function of the user's (`comm.call`); a Joinable's methods say that
-they run; while a Join is entered, torch's SyncBatchNorm and c10d's object collectives say so, too.
+Note [Whose a call is]. Context variables tell; nothing is guessed. weft.comm sets the feature that calls
+through it, and strategies the feature for which they run a function of the user's (`comm.call`). Methods of
+Joinables set theirs. While a Join is entered, torch's SyncBatchNorm and c10d's object collectives are
+replaced by functions that set theirs.
 
-c10d's groups are made in C++ and take no attributes of their own, so calls are met in the methods of their
-classes. Those, and torch's functions above, are replaced while at least one Join is entered and not a
-moment longer; groups that nobody watches pass straight through. Ranks that are threads have groups of their
-own.
+c10d's groups are made in C++ and take no attributes of their own, so calls are intercepted in the methods
+of their classes. Those, and torch's functions above, are replaced while at least one Join is entered and
+not a moment longer; calls on other groups pass straight through. Ranks that are threads have groups of
+their own.
 
 The private name of torch that is used here: `_world.pg_map`, the groups that are there.
 """
@@ -40,12 +41,20 @@ from weft.comm.call import call_site, door_feature, host_feature
 from weft.comm.door import USER
 from weft.comm.group import state_of
 from weft.errors import DesyncError, StateError
-from weft.join.shadow import METHODS, OPS, describe_call, group_number, refusal, shadow_call, words
+from weft.join.shadow import (
+    METHODS,
+    OPS,
+    describe_call,
+    format_call,
+    group_number,
+    refusal_reason,
+    shadow_call,
+)
 from weft.join.wire import (
+    CallDescription,
     Census,
-    Description,
     Flag,
-    Say,
+    Status,
     decode_census,
     decode_description,
     encode_description,
@@ -103,11 +112,11 @@ class JoinWatch:
         self.forwards: set[int] = set()  # ids of Joinables of weft's whose forward runs
         self._features = features
         self._size = group.size()
-        self._notice: Notice | None = None  # of the step under way, until it has been read
+        self._step_handle: StepHandle | None = None  # of the step under way, until it has been read
         self._num_active = self._size  # ranks that make the step under way
         self._has_step = False
         self._has_joined = False
-        self._mutex = threading.RLock()  # a word and its call go together; gradient hooks may have a thread
+        self._mutex = threading.RLock()  # around a status and its call; gradient hooks may have a thread
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def install(self) -> None:
@@ -153,12 +162,12 @@ class JoinWatch:
 
     # An active rank
 
-    def begin_step(self) -> Notice:
-        """Tell the others that this rank makes another step."""
-        self._read_notice()  # of a step without a call
-        self._notice = Notice(self._launch(Say.STEP), self.device)
+    def begin_step(self) -> StepHandle:
+        """Announce that this rank makes another step."""
+        self._read_step()  # of a step without a call
+        self._step_handle = StepHandle(self._launch(Status.STEP), self.device)
         self._has_step = True
-        return self._notice
+        return self._step_handle
 
     def check_step_begun(self, joinable: object) -> None:
         """Check that the first Joinable has begun a step: hooks run in its order, and so must the calls."""
@@ -174,91 +183,92 @@ class JoinWatch:
 
     def num_active(self) -> int:
         """How many ranks make the step under way."""
-        self._read_notice()
+        self._read_step()
         return self._num_active
 
-    def _read_notice(self) -> None:
-        notice = self._notice
-        if notice is not None:
+    def _read_step(self) -> None:
+        handle = self._step_handle
+        if handle is not None:
             with self._mutex:
-                if self._notice is notice:  # no other thread has read it meanwhile
-                    self._num_active = self._checked(notice.read()).num_active
-                    self._notice = None  # last: who finds None here finds the answer
+                if self._step_handle is handle:  # no other thread has read it meanwhile
+                    self._num_active = self._decode(handle.read()).num_active
+                    self._step_handle = None  # last: who finds None here finds the answer
 
     def around_call(
         self, method: str, group: dist.ProcessGroup, args: Sequence[Any], call: Callable[[], Any]
     ) -> Any:
-        """Make a call on a watched group, after the words that it needs. Its own calls are not watched."""
+        """Make a call on a watched group, after the exchange that it needs, which isn't watched itself."""
         with self._mutex:
             if self._has_joined:
-                while self._say(Say.SHADOW).extra:
-                    self._stand_in()
+                while self._exchange(Status.SHADOW).extra:
+                    self._shadow_extra()
                 return call()
             origin = self._find_origin()
             if origin is Origin.COVERED:
                 if self.is_tail():
-                    self._say(Say.COVERED)
+                    self._exchange(Status.COVERED)
             elif origin is not Origin.IN_STEP or not self._has_step or self.is_tail():
-                self._read_notice()
-                if self._say(Say.EXTRA).extra < self._size:
+                self._read_step()
+                if self._exchange(Status.EXTRA).extra < self._size:
                     flags = _FLAGS.get(origin, 0) | (Flag.DOOR if door_feature.get() is not None else 0)
-                    self._agree(describe_call(method, group, args, flags), f" at {call_site()}")
+                    self._agree_on_call(describe_call(method, group, args, flags), f" at {call_site()}")
             return call()
 
     def check_nested(self) -> None:
         """Check that no rank has joined before another Join is entered on the same group."""
-        self._read_notice()
-        if self._say(Say.EXTRA).extra < self._size:
-            self._agree(Description(OPS.index("Join"), flags=Flag.NESTED), f" at {call_site()}")
+        self._read_step()
+        if self._exchange(Status.EXTRA).extra < self._size:
+            self._agree_on_call(CallDescription(OPS.index("Join"), flags=Flag.NESTED), f" at {call_site()}")
 
     # A joined rank
 
     def join(self) -> None:
-        """From now on the rank stands in for itself."""
-        self._read_notice()
+        """From now on this rank shadows the active ones."""
+        self._read_step()
         self._has_joined = True
 
     def wait_for_step(self) -> Census:
-        """Stand in for calls between steps until active ranks begin one, or all have joined."""
+        """Shadow calls between steps until active ranks begin one, or all have joined."""
         while True:
-            census = self._say(Say.IDLE)
+            census = self._exchange(Status.IDLE)
             if not census.extra:
                 return census
-            self._stand_in()
+            self._shadow_extra()
 
-    def _stand_in(self) -> None:
-        description = self._agree(None)
+    def _shadow_extra(self) -> None:
+        description = self._agree_on_call(None)
         group = self._groups.get(description.group)
         if group is None:
             raise StateError(
-                f"rank {state_of(self.group).global_rank} has joined and can't make {words(description)} "
-                "for the active ranks: it does not know the group. Make groups before entering Join."
+                f"rank {state_of(self.group).global_rank} has joined and can't make "
+                f"{format_call(description)} for the active ranks: it does not know the group. Make groups "
+                "before entering Join."
             )
         with _unwatched():
             shadow_call(description, group, self.device)
 
-    # Words
+    # Exchanges
 
-    def _launch(self, say: Say) -> comm.Handle[torch.Tensor]:
-        word = torch.full((1,), int(say), dtype=torch.int64, device=self.device)
+    def _launch(self, status: Status) -> comm.Handle[torch.Tensor]:
+        value = torch.full((1,), int(status), dtype=torch.int64, device=self.device)
         with _unwatched():
-            return comm.all_reduce(word, group=self.group, feature="join")
+            return comm.all_reduce(value, group=self.group, feature="join")
 
-    def _say(self, say: Say) -> Census:
-        return self._checked(int(self._launch(say).wait().item()))
+    def _exchange(self, status: Status) -> Census:
+        return self._decode(int(self._launch(status).wait().item()))
 
-    def _checked(self, total: int) -> Census:
+    def _decode(self, total: int) -> Census:
         census = decode_census(total, self._size)
         problem = census.disagreement()
         if problem is not None:
             state = state_of(self.group)
             raise DesyncError(
                 f"Join: rank {state.global_rank} found that {problem} Of the {self._size} ranks of "
-                f"{state.words()}, {census.words()}. No data was moved."
+                f"{state.words()}, {census.describe()}. No data was moved."
             )
         return census
 
-    def _agree(self, description: Description | None, site: str = "") -> Description:
+    def _agree_on_call(self, description: CallDescription | None, site: str = "") -> CallDescription:
         """What the active ranks call next. Raises on every rank where it can't be shadowed."""
         state = state_of(self.group)
         given = encode_description(description, state.rank, self._size)
@@ -267,30 +277,30 @@ class JoinWatch:
             handle = comm.all_reduce(vector, dist.ReduceOp.MAX, self.group, feature="join")
         maxima = handle.wait().tolist()
         agreed, joined = decode_description(maxima)
-        mine = "" if description is None else f" This rank is at {words(description)}{site}."
+        mine = "" if description is None else f" This rank is at {format_call(description)}{site}."
         if agreed is None:
             raise DesyncError(
                 f"Join: the active ranks of {state.words()} are at different collectives.{mine} Make every "
                 "rank take the same path to its collectives."
             )
         joined_ranks = [state.ranks[rank] for rank in joined]
-        reason = refusal(agreed, joined_ranks)
+        reason = refusal_reason(agreed, joined_ranks)
         if reason is not None:
             raise StateError(
-                f"Join: ranks {joined_ranks} have no inputs left and can't take part in {words(agreed)}, "
-                f"which the others call in the loop. {reason}{mine}"
+                f"Join: ranks {joined_ranks} have no inputs left and can't take part in "
+                f"{format_call(agreed)}, which the others call in the loop. {reason}{mine}"
             )
         return agreed
 
 
-class Notice(comm.Handle[torch.Tensor]):
-    """The word STEP of one step, under way: a Handle of how many ranks make the step.
+class StepHandle(comm.Handle[torch.Tensor]):
+    """The exchange of STEP: a Handle of how many ranks make the step.
 
     Nobody has to wait for it. On a GPU the number is read beside the computation: waiting for it must not
     wait for what the rank has queued on its stream since.
     """
 
-    __slots__ = ("_host_word", "_parent", "_ready")
+    __slots__ = ("_on_host", "_parent", "_ready")
 
     def __init__(self, parent: comm.Handle[torch.Tensor], device: torch.device) -> None:
         super().__init__((), None)  # type: ignore[arg-type]
@@ -301,9 +311,9 @@ class Notice(comm.Handle[torch.Tensor]):
             # kind of wait, of a stream or of the host, is for this event and for nothing else.
             stream = _side_stream(device)
             with torch.cuda.stream(stream):
-                word = parent.wait()
-                word.record_stream(stream)
-                self._host_word = word.to("cpu", non_blocking=True)
+                total = parent.wait()
+                total.record_stream(stream)
+                self._on_host = total.to("cpu", non_blocking=True)
                 self._ready = torch.cuda.Event()
                 self._ready.record(stream)
 
@@ -315,11 +325,11 @@ class Notice(comm.Handle[torch.Tensor]):
             torch.cuda.current_stream(self._result.device).wait_event(self._ready)
 
     def read(self) -> int:
-        """The sum of the ranks' words, on the host."""
+        """The sum of the ranks' statuses, on the host."""
         if self._ready is None:
             return int(self._parent.wait().item())
         self._ready.synchronize()
-        return int(self._host_word.item())
+        return int(self._on_host.item())
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -398,7 +408,7 @@ def _unwatched() -> Generator[None]:
 
 
 def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a process group that a watch is told of."""
+    """A method of a process group that goes through the group's watch."""
 
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -416,7 +426,7 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's that says that it runs."""
+    """A function of torch's that sets its name while it runs."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
