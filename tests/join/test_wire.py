@@ -27,7 +27,7 @@ def test_the_largest_group_fits_an_int64() -> None:
     for say in Status:
         total = say * 32767
         assert total < 1 << 63
-        assert decode_census(total, 32767).words()
+        assert decode_census(total, 32767).describe()
 
 
 def test_a_step_counts_the_active_ranks() -> None:
