@@ -200,7 +200,7 @@ MODULES = (
     ),
     PrivateNames(
         "torch.nn.modules._functions",
-        ("__file__",),
+        ("SyncBatchNorm",),
         "SyncBatchNorm's autograd function, whose collectives Join tells from others",
         ("join/watch.py",),
     ),
