@@ -21,7 +21,7 @@ from tests.compiler.pairs import MAY_WARN, WRAPS, Pair, filled, fresh, make_rows
 from tests.ranks import run_on
 from weft import compiler
 from weft.comm_hooks.default_hooks import bf16_compress_hook
-from weft.data_parallel.dense import DenseBucket
+from weft.data_parallel.buckets import DenseBucket
 from weft.tensor_parallel import ColwiseParallel, parallelize_module
 
 VERY_LONG: dict[str, Any] = {"timeout": 300, "collective_timeout": 100}
@@ -82,17 +82,17 @@ def buckets_made() -> int:
 def places() -> Generator[set[tuple[int, int]]]:
     """Which gradients are made in their buckets meanwhile: a bucket's id, and the place in it."""
     seen: set[tuple[int, int]] = set()
-    place = DenseBucket.place
+    place = DenseBucket.destination
 
     def note(bucket: DenseBucket, reduction: Any, at: int) -> Any:
         seen.add((id(bucket), at))
         return place(bucket, reduction, at)
 
-    DenseBucket.place = note
+    DenseBucket.destination = note
     try:
         yield seen
     finally:
-        DenseBucket.place = place
+        DenseBucket.destination = place
 
 
 @run_on(weft=2, wrap=["ddp"], **VERY_LONG)

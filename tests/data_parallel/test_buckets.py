@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data_parallel import flat_gradients
-from weft.data_parallel.flat_gradients import FlatGradients
-from weft.data_parallel.members import make_member
-from weft.data_parallel.plan import (
+from weft.data_parallel.bucket_plan import (
     MB,
     BucketCaps,
     BucketPlan,
@@ -22,6 +20,8 @@ from weft.data_parallel.plan import (
     plan_buckets,
     resolve_caps,
 )
+from weft.data_parallel.flat_gradients import FlatGradients
+from weft.data_parallel.parameters import make_ddp_param
 from weft.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -160,11 +160,11 @@ def buffer(monkeypatch: pytest.MonkeyPatch) -> FlatGradients:
 
     monkeypatch.setattr(flat_gradients.comm, "allocate", allocate)
     params = [torch.zeros(shape) for shape in SHAPES]
-    members = [
-        make_member(f"p{at}", param, is_sparse=False, is_delayed=False) for at, param in enumerate(params)
+    ddp_params = [
+        make_ddp_param(f"p{at}", param, is_sparse=False, is_delayed=False) for at, param in enumerate(params)
     ]
-    (plan,) = plan_buckets([member.spec for member in members], range(len(params)), resolve_caps(100, None))
-    return FlatGradients(plan, members, None)  # type: ignore[arg-type]
+    (plan,) = plan_buckets([one.spec for one in ddp_params], range(len(params)), resolve_caps(100, None))
+    return FlatGradients(plan, ddp_params, None)  # type: ignore[arg-type]
 
 
 def as_it_lies(shape: tuple[int, ...]) -> torch.Tensor:
@@ -182,7 +182,7 @@ def turned(shape: tuple[int, ...]) -> torch.Tensor:
 def test_filled(buffer: FlatGradients, make: Any, scale: float, placed: set[int]) -> None:
     grads = [make(shape) for shape in SHAPES]
     for at in placed:
-        place, factor = buffer.place(at, scale)
+        place, factor = buffer.destination(at, scale)
         torch.mul(grads[at], factor, out=place)
     told = [EMPTY if at in placed else grad for at, grad in enumerate(grads)]
     buffer.fill(told, scale, placed)

@@ -31,7 +31,7 @@ from tests.data_parallel.twins import WIDTH, assert_same_gradient, filled
 from tests.ranks import run_on
 from weft.comm_hooks import GradBucket
 from weft.comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from weft.data_parallel.precision import MixedPrecision
+from weft.data_parallel import MixedPrecision
 from weft.errors import ConfigError, DesyncError, StateError
 from weft.optimizers.in_backward import apply_optimizer_in_backward
 from weft.tensor_parallel import parallelize_module

@@ -121,7 +121,7 @@ def test_different_buckets(kind: str) -> None:
         twin.step(step)
     replica = twin.parallel._replica if kind == "ddp" else replicate.state(twin.parallel).replica
     plans: list[Any] = [None, None]
-    own = [bucket.params for bucket in replica.reducer.buckets.plan]
+    own = [bucket.params for bucket in replica.reducer.bucket_set.plan]
     dist.all_gather_object(plans, own, group=twin.mesh["tp"].get_group())
     assert plans[0] != plans[1]
 

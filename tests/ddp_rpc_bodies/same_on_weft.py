@@ -21,7 +21,7 @@ from tests.ddp_rpc_bodies.wraps import WRAPS, ddp, replicated, sharded
 from weft.comm_hooks.debugging_hooks import noop_hook
 from weft.comm_hooks.default_hooks import bf16_compress_hook
 from weft.comm_hooks.quantization_hooks import quantization_pertensor_hook
-from weft.data_parallel.precision import MixedPrecision
+from weft.data_parallel import MixedPrecision
 from weft.optimizers import apply_optimizer_in_backward
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.join.models import WIDTH, SyncBatchNormOnCpu, batch, make_model
 from tests.ranks import run_on
-from weft import DistributedDataParallel, comm
+from weft import DistributedDataParallel, comm, record, replicate
 from weft.comm_hooks import GradBucket
 from weft.comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from weft.comm_hooks.default_hooks import allreduce_hook
@@ -129,6 +130,15 @@ def test_ddp_with_sync_batch_norm() -> None:
     assert_same_model(model.module, train_alone(make_model(nn.BatchNorm1d)))
 
 
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate])
+def test_a_norm_inside_the_model_costs_no_words(wrap: Any) -> None:
+    model = wrap(make_model(SyncBatchNormOnCpu))
+    with record() as events, Join([model]):
+        for step in range(3):
+            model(batch(dist.get_rank(), step)).sum().backward()
+    assert len(events.by_feature("join")) == 3 + 1
+
+
 def test_ddp_with_a_hook_of_the_users() -> None:
     """A hook that calls torch.distributed itself is DDP's all the same."""
 
@@ -179,4 +189,25 @@ def test_a_collective_inside_the_model() -> None:
             bias = model.module[0].bias.grad
             assert bias is not None
             assert bias.item() == len(active) * len(active) / dist.get_world_size()
+    dist.barrier()
+
+
+def test_a_collective_of_a_replicated_module_itself() -> None:
+    """Its forward is the model's too, though the module is what joins."""
+
+    class Counted(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            count = torch.ones(1)
+            dist.all_reduce(count)
+            counts.append(count.item())
+            return super().forward(inputs)
+
+    counts: list[float] = []
+    model: Any = replicate(Counted(WIDTH, 1))
+    with Join([model]):
+        for _ in range(num_steps(dist.get_rank())):
+            model(torch.ones(1, WIDTH)).sum().backward()
+    ranks = range(dist.get_world_size())
+    steps = range(num_steps(dist.get_rank()))
+    assert counts == [sum(step < num_steps(rank) for rank in ranks) for step in steps]
     dist.barrier()

@@ -1,27 +1,29 @@
-"""Which calls a joined rank can make, and with what; by what the callers of a collective are told apart."""
+"""Which calls a joined rank can make, and with what; what says whose a collective is."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.modules import _functions
+from torch.nn.modules._functions import SyncBatchNorm
 
+import weft
+from weft.comm.call import door_feature
 from weft.comm.door import launch_call
-from weft.join import callers, shadow
-from weft.join.wire import Description, Flag
+from weft.join import shadow, watch
+from weft.join.wire import CallDescription, Flag
 
 OPS, DTYPES, REDUCE_OPS = shadow.OPS, shadow._DTYPES, shadow._REDUCE_OPS
 
 
-def described(op: str, reduce_op: str = "", dtype: torch.dtype = torch.float32, **more: Any) -> Description:
-    return Description(OPS.index(op), REDUCE_OPS.index(reduce_op), DTYPES.index(dtype), numel=3, **more)
+def described(
+    op: str, reduce_op: str = "", dtype: torch.dtype = torch.float32, **more: Any
+) -> CallDescription:
+    return CallDescription(OPS.index(op), REDUCE_OPS.index(reduce_op), DTYPES.index(dtype), numel=3, **more)
 
 
 @pytest.mark.parametrize(
@@ -53,36 +55,36 @@ def test_neutral_values_change_nothing(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["avg", "premul_sum"])
 def test_a_mean_has_no_neutral_value(name: str) -> None:
-    reason = shadow.refusal(described("all_reduce", name), [0])
+    reason = shadow.refusal_reason(described("all_reduce", name), [0])
     assert reason is not None
     assert "Use SUM" in reason
 
 
 def test_roots() -> None:
     for op in ("broadcast", "scatter"):
-        assert shadow.refusal(described(op, root=1), [0, 2]) is None
-        reason = shadow.refusal(described(op, root=2), [0, 2])
+        assert shadow.refusal_reason(described(op, root=1), [0, 2]) is None
+        reason = shadow.refusal_reason(described(op, root=2), [0, 2])
         assert reason is not None
         assert "rank 2, has joined" in reason
-    assert shadow.refusal(described("reduce", "sum", root=2), [0, 2]) is None
+    assert shadow.refusal_reason(described("reduce", "sum", root=2), [0, 2]) is None
 
 
 def test_gathers_need_leave() -> None:
     for op in ("all_gather", "all_gather_into_tensor"):
-        assert "shadowed()" in (shadow.refusal(described(op), [0]) or "")
-        assert shadow.refusal(described(op, flags=int(Flag.ZEROS)), [0]) is None
+        assert "shadowed()" in (shadow.refusal_reason(described(op), [0]) or "")
+        assert shadow.refusal_reason(described(op, flags=int(Flag.ZEROS)), [0]) is None
 
 
 @pytest.mark.parametrize("flag", [Flag.OPAQUE, Flag.OBJECTS, Flag.FOREIGN, Flag.NESTED])
 def test_flags_refuse(flag: Flag) -> None:
-    assert shadow.refusal(replace(described("all_reduce", "sum"), flags=int(flag)), [0])
+    assert shadow.refusal_reason(replace(described("all_reduce", "sum"), flags=int(flag)), [0])
 
 
 def test_every_op_has_an_answer() -> None:
     for op in OPS:
         description = described(op, "sum", flags=int(Flag.ZEROS))
-        assert shadow.words(description)
-        shadow.refusal(description, [0])
+        assert shadow.format_call(description)
+        shadow.refusal_reason(description, [0])
 
 
 def test_the_methods_are_those_of_process_groups() -> None:
@@ -99,23 +101,47 @@ def test_the_methods_are_those_of_process_groups() -> None:
     assert public <= set(shadow.METHODS)
 
 
-# The places in torch by which callers are told apart are where they were.
-
-
-def test_sync_batch_norm_is_in_its_file() -> None:
-    assert inspect.getsourcefile(_functions.SyncBatchNorm) == callers._SYNC_BATCH_NORM
-    for method in (_functions.SyncBatchNorm.forward, _functions.SyncBatchNorm.backward):
-        assert inspect.unwrap(method).__code__.co_filename == callers._SYNC_BATCH_NORM
-    assert inspect.getsourcefile(nn.SyncBatchNorm) != callers._SYNC_BATCH_NORM
+# What says whose a call is, in the torch that is installed.
 
 
 def test_object_collectives_bear_their_names() -> None:
-    for name in callers._OBJECT_CALLS:
-        function = inspect.unwrap(getattr(c10d, name))
-        assert function.__code__.co_name == name
-        assert function.__code__.co_filename == callers._C10D
+    for name in watch.OBJECT_CALLS:
+        assert getattr(dist, name) is getattr(c10d, name)
 
 
-def test_the_door_has_a_feature() -> None:
-    assert "feature" in inspect.signature(launch_call).parameters
-    assert launch_call.__code__ is callers._DOOR
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_autograd_calls_what_stands_in_for_sync_batch_norm(name: str) -> None:
+    """Methods of a Function are looked up when they are called, so one that is replaced is called."""
+    assert isinstance(vars(SyncBatchNorm)[name], staticmethod)
+    called: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return 2 * grad
+
+    original = getattr(Twice, name)
+
+    def replaced(*args: Any) -> Any:
+        called.append(name)
+        return original(*args)
+
+    setattr(Twice, name, staticmethod(replaced))
+    Twice.apply(torch.ones(1, requires_grad=True)).backward()
+    assert called == [name]
+
+
+def test_the_door_says_the_feature() -> None:
+    seen: list[str | None] = []
+
+    def body() -> None:
+        start = lambda: seen.append(door_feature.get())  # noqa: E731
+        launch_call("barrier", dist.group.WORLD, "ddp", start, None, (), ())  # type: ignore[arg-type]
+        assert door_feature.get() is None
+
+    weft.launch(body, ranks=1, kind="thread")
+    assert seen == ["ddp"]

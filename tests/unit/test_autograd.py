@@ -19,7 +19,7 @@ from weft.autograd import (
     unseen_by_autograd,
     will_run,
 )
-from weft.data_parallel.user_hooks import hooks_of
+from weft.data_parallel.arrivals import hooks_of
 
 
 def at_backward(tensor: torch.Tensor, call: Callable[[], Any]) -> list[Any]:

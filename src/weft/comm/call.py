@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -121,6 +123,21 @@ def stand_aside() -> None:
 def is_aside() -> bool:
     """Whether the calling thread is one of those."""
     return getattr(_threads, "is_aside", False)
+
+
+# Whose a collective is that a group is asked for, for those who must know (weft.join).
+door_feature: ContextVar[str | None] = ContextVar("weft_door_feature", default=None)  # None: not by weft.comm
+host_feature: ContextVar[str | None] = ContextVar("weft_host_feature", default=None)
+
+
+@contextmanager
+def hosted_by(feature: str) -> Generator[None]:
+    """Run a function of the user's, a gradient hook say, as part of a feature: so are its collectives."""
+    token = host_feature.set(feature)
+    try:
+        yield
+    finally:
+        host_feature.reset(token)
 
 
 def call_site() -> str:

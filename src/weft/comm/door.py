@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from weft.comm.blame import explain, late_error
-from weft.comm.call import Call, Watcher, call_site, is_aside
+from weft.comm.call import Call, Watcher, call_site, door_feature, is_aside
 from weft.comm.desync import watchers_in_force
 from weft.comm.graph_capture import check_engine
 from weft.comm.group import state_of
@@ -128,7 +128,7 @@ def launch_call(
     watchers = watchers_in_force()
     if not watchers:
         ticket = _PlainTicket(group, number, op, (inputs, outputs))
-        works = _start(start, ticket)
+        works = _start(start, ticket, feature)
         return Handle(works, result, ticket) if works else Handle.done(result)
     call = Call(
         op, feature, group, number, tuple(inputs), tuple(outputs), detail, site=call_site(), label=label
@@ -137,7 +137,7 @@ def launch_call(
     try:
         watched.start(watchers)
         begun_secs = time.perf_counter()
-        works = _start(start, watched)
+        works = _start(start, watched, feature)
     except BaseException as error:
         watched.ended(error, time.perf_counter())
         raise
@@ -149,7 +149,8 @@ def launch_call(
     return Handle(works, result, watched)
 
 
-def _start(start: Callable[[], Any], ticket: _PlainTicket) -> list[dist.Work]:
+def _start(start: Callable[[], Any], ticket: _PlainTicket, feature: str) -> list[dist.Work]:
+    token = door_feature.set(feature)
     try:
         started = start()
     except RuntimeError as error:
@@ -157,6 +158,8 @@ def _start(start: Callable[[], Any], ticket: _PlainTicket) -> list[dist.Work]:
         if explained is error:
             raise
         raise explained from error
+    finally:
+        door_feature.reset(token)
     if started is None:
         return []
     return started if isinstance(started, list) else [started]

@@ -32,6 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -104,6 +105,7 @@ class _Task(Generic[T]):
     world: Any  # the calling rank's groups, where ranks are threads
     tensor: torch.Tensor
     ready: Any  # a CUDA event, or None: when the caller's stream has made the tensor
+    context: Context  # the caller's: whose the body's collectives are
 
 
 class Scratch:
@@ -146,7 +148,7 @@ class BodyQueue:
         ready = torch.cuda.current_stream(tensor.device).record_event() if is_cuda else None
         future = _new_future(tensor)
         with self._changed:
-            self._tasks.append(_Task(body, future, _current_world(), tensor, ready))
+            self._tasks.append(_Task(body, future, _current_world(), tensor, ready, copy_context()))
             self._num_unfinished += 1
             if self._thread is None:
                 _end_with_process(self)
@@ -183,7 +185,7 @@ class BodyQueue:
         is_counted = False
         try:
             with torch.no_grad(), _entered(task.world), self._on_stream(task):
-                value = task.body()
+                value = task.context.run(task.body)
                 # Counted before the future is complete: whoever waited for it finds the queue idle.
                 is_counted = self._finish_one()
                 task.future.set_result(value)

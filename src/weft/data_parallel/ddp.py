@@ -1,11 +1,11 @@
-"""`DistributedDataParallel`: a module copied to every rank, with the mean of their gradients.
+"""`DistributedDataParallel`: torch's interface of a module that every rank has a copy of.
 
-This file is torch's interface; what happens is in replica.py (around forward) and
-reducer.py (in backward).
+What it does happens in replica.py (around forward) and reducer.py (in backward).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import warnings
@@ -18,30 +18,34 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.comm.group import resolve_group
 from weft.comm_hooks.bucket import GradHook
 from weft.compiler import is_tracing
-from weft.data_parallel import logging_data
-from weft.data_parallel.arguments import (
+from weft.data_parallel.bucket_plan import resolve_caps
+from weft.data_parallel.buffers import BufferCommHook, BufferCommHookLocation, BufferHook
+from weft.data_parallel.join import ReplicaJoinHook
+from weft.data_parallel.logging import describe
+from weft.data_parallel.mixed_precision import MixedPrecision, cast_floating, install_mixed_precision
+from weft.data_parallel.options import (
+    ReplicaOptions,
     resolve_buffer_sync,
     resolve_delayed,
     resolve_device_ids,
     resolve_process_group,
 )
-from weft.data_parallel.buffer_hook import BufferCommHook, BufferCommHookLocation, BufferHook
-from weft.data_parallel.copying import copy_wrapper, pickle_wrapper, unpickle_wrapper
-from weft.data_parallel.plan import resolve_caps
-from weft.data_parallel.precision import MixedPrecision, cast_floating, install_precision
-from weft.data_parallel.replica import Replica, ReplicaOptions
-from weft.data_parallel.uneven import ReplicaJoinHook
+from weft.data_parallel.replica import Replica
 from weft.errors import ConfigError, StateError, WeftError
 from weft.join import Join, Joinable, JoinHook
 from weft.modules import Prepared, check_unheld, known_as_wrapper, watch_wrappers
 from weft.tensors import map_tensors
 from weft.torch_private import check_torch
 
+# Attributes of this process, which copies and pickles are made without.
+_NOT_COPIED = ("_own_replica", "_cast_parameters", "process_group", "device_mesh", "_join_config")
+
 
 @known_as_wrapper
-class DistributedDataParallel(Prepared, nn.Module, Joinable):
+class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=True):
     """Train copies of a module on every rank of a group; gradients are averaged during backward.
 
     The arguments are torch's. Unused parameters need no flag: one that some rank used gets the
@@ -101,18 +105,18 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
             caps=resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
             ignored_names=self.parameters_to_ignore,
             delayed_names=delayed,
-            syncs_at_start=init_sync,
-            syncs_buffers_at_start=at_start,
-            syncs_buffers=self.forward_sync_buffers,
-            looks_for_unused=find_unused_parameters,
-            keeps_buffers=gradient_as_bucket_view,
-            is_static=static_graph,
+            init_sync=init_sync,
+            init_sync_buffers=at_start,
+            forward_sync_buffers=self.forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
             device=None if self.device_ids is None else next(module.parameters()).device,
         )
         self._attach(options)
 
     def _attach(self, options: ReplicaOptions) -> None:
-        """Tie the module to the other ranks."""
+        """Make the replica, together with the other ranks."""
         watch_wrappers()
         # Not an attribute that nn.Module would look into: the replica points back here.
         vars(self)["_own_replica"] = Replica(self.module, self, options)
@@ -120,10 +124,9 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
         self._divide_by_initial_world_size = True
         if self.mixed_precision is not None:
             replica = self._replica
-            exchange = install_precision(
-                self.module, self.mixed_precision, replica.options.ignored_names, replica.reducer
+            vars(self)["_cast_parameters"] = install_mixed_precision(
+                self.module, self.mixed_precision, options.ignored_names, replica.reducer
             )
-            vars(self)["_precision_exchange"] = exchange
 
     @property
     def _replica(self) -> Replica:
@@ -140,7 +143,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
         else:
             cast = functools.partial(cast_floating, dtype=self.mixed_precision.param_dtype)
             args, kwargs = map_tensors(cast, (args, kwargs))
-            running = vars(self)["_precision_exchange"].running()
+            running = vars(self)["_cast_parameters"].running()
         with nullcontext() if is_tracing() else self._inside_forward(), running:
             output = self.module(*args, **kwargs)
         return self._replica.after_forward(output)
@@ -179,11 +182,11 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward may find buffers that differ between ranks."""
-        return self._replica.reducer.expected.was_synced
+        return self._replica.reducer.forward_state.last_forward_synced
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, wanted: bool) -> None:
-        self._replica.reducer.expected.was_synced = wanted
+        self._replica.reducer.forward_state.last_forward_synced = wanted
 
     @property
     def reducer(self) -> Replica:
@@ -198,7 +201,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
     @property
     def static_graph(self) -> bool:
         """Whether the user promised that every step has the same graph."""
-        return self._replica.reducer.is_static
+        return self._replica.reducer.static_graph
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
@@ -251,7 +254,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
         before = self.broadcast_bucket_size
         self.broadcast_bucket_size = before if bucket_size is None else bucket_size
         try:
-            replica.broadcast_buffers(replica.parts.buffers() if bufs is None else bufs, authoritative_rank)
+            replica.broadcast_buffers(replica.tensors.buffers() if bufs is None else bufs, authoritative_rank)
         finally:
             self.broadcast_bucket_size = before
 
@@ -300,13 +303,43 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        return copy_wrapper(self, memo)
+        # A copy in the same group, whose collectives need the other ranks' copies.
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        nn.Module.__init__(new)
+        for name, value in self.__dict__.items():
+            if name not in _NOT_COPIED:
+                vars(new)[name] = copy.deepcopy(value, memo)
+        vars(new)["device_mesh"] = self.device_mesh
+        before = self._replica
+        new._attach_copy(dataclasses.replace(before.options, group=before.group))
+        is_ours = self.mixed_precision is not None  # a hook that the copy has already
+        if before.reducer.hook is not None and not is_ours:
+            new._replica.reducer.set_hook(before.reducer.hook, before.reducer.hook_state)
+        new._replica.buffer_hook = before.buffer_hook
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return pickle_wrapper(self)
+        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        options = self._replica.options
+        state["_options"] = {
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(options)
+            if field.name != "group"
+        }
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        unpickle_wrapper(self, state)
+        # In the world's group, with the values that were pickled. All ranks must do so.
+        state = dict(state)
+        options = ReplicaOptions(group=resolve_group(None), **state.pop("_options"))
+        nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
+        vars(self)["device_mesh"] = None
+        self._attach_copy(options)
+
+    def _attach_copy(self, options: ReplicaOptions) -> None:
+        Joinable.__init__(self)
+        self._attach(dataclasses.replace(options, init_sync=False))
 
     # Private names that tools reach for
 
@@ -337,11 +370,11 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
                 "by what the first step showed. Pass static_graph=True when the module is wrapped."
             )
             raise StateError(self._replica.error)
-        self._replica.reducer.is_static = True
+        self._replica.reducer.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What this module is made of and how its last step went, under torch's names."""
-        return logging_data.describe(self, self._replica)
+        return describe(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Accepted: every step is timed, since that costs next to nothing."""
@@ -366,4 +399,4 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable):
         self.process_group = new_process_group
 
     def _remove_autograd_hooks(self) -> None:
-        self._replica.reducer.listener.stop()
+        self._replica.reducer.ready_hooks.remove()

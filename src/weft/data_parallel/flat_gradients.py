@@ -1,9 +1,8 @@
-"""The flat buffer of a bucket: gradients as views of it, and the marks behind them.
+"""The flat buffer of a bucket: gradients as views of it, and what travels behind them.
 
-The buffer ends in one number for each parameter, 1 where this rank has a gradient for it and 0 where
-not, and in one that differs from step to step. Summed with the rest, the former say which
-parameters no rank has used, and the latter whether all ranks are at the same step: both without a
-message of their own.
+Layout: the gradients, then one flag for each parameter (1 where this rank has a gradient for it, else 0),
+then one mark that differs from step to step. Reduced with the rest, the flags tell which parameters no rank
+has used, and the mark whether all ranks are at the same step: both without a collective of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch.distributed import ProcessGroup
 from weft import comm
 from weft.comm.graph_capture import check_host_read
 from weft.compiler import LARGE_NUMEL
-from weft.data_parallel.members import Member
-from weft.data_parallel.plan import BucketPlan, ParamSpec
+from weft.data_parallel.bucket_plan import BucketPlan, ParamSpec
+from weft.data_parallel.parameters import DDPParam
 from weft.errors import InternalError
 from weft.tensors import contiguous_strides, copy_all, local_of, use_count, view_in
 
@@ -29,94 +28,96 @@ Grads = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Small gradients that lie side by side: those from `start` up to `stop` of the bucket."""
+    """Small gradients side by side: those from `start` up to `stop` of the bucket."""
 
     start: int
     stop: int
-    piece: torch.Tensor  # 1D, of the buffer
-    is_plain: tuple[bool, ...]  # one-dimensional already
-    is_contiguous: bool  # each of them, so that they can be strung together
+    piece: torch.Tensor  # their part of the buffer, 1D
+    is_plain: tuple[bool, ...]  # those that are 1D
+    is_contiguous: bool  # all of them
 
 
 class FlatGradients:
     """One buffer for all gradients of a bucket.
 
-    `views` are the local gradients, `shown` what users get of them: the same, or DTensors around them.
+    `views` are the local gradients; `grad_views` what becomes `.grad`: the same, or DTensors around them.
     """
 
-    def __init__(self, plan: BucketPlan, members: Sequence[Member], group: ProcessGroup) -> None:
-        specs = [member.spec for member in members]
+    def __init__(self, plan: BucketPlan, ddp_params: Sequence[DDPParam], group: ProcessGroup) -> None:
+        specs = [ddp_param.spec for ddp_param in ddp_params]
         numel = plan.numel + len(plan.params) + 1
         self.flat = comm.allocate((numel,), plan.dtype, plan.device, group)  # 1D
         self.payload = self.flat[: plan.numel]
-        self._marks = self.flat[plan.numel : -1]
+        self._used_flags = self.flat[plan.numel : -1]
         self._step_mark = self.flat[-1:]
         self.views = [
             view_in(self.flat, offset, spec.shape, spec.strides)
             for spec, offset in zip(specs, plan.offsets, strict=True)
         ]
-        self.shown = self.views
-        self._watched = [self.views]  # what the user may hold; those of one list are held alike by weft
-        if any(member.whole is not None for member in members):
-            self.shown = [member.shown(view) for member, view in zip(members, self.views, strict=True)]
-            self._watched = _sort_by_holder(self.views, self.shown)
-        _mark_as_views(self.shown)
+        self.grad_views = self.views
+        self._held_views = [self.views]  # what the user may hold; weft has equally many references to each
+        if any(ddp_param.dtensor_spec is not None for ddp_param in ddp_params):
+            self.grad_views = [
+                ddp_param.as_grad(view) for ddp_param, view in zip(ddp_params, self.views, strict=True)
+            ]
+            self._held_views = _sort_by_references(self.views, self.grad_views)
+        _mark_as_views(self.grad_views)
         self._large = [at for at, spec in enumerate(specs) if spec.numel >= LARGE_NUMEL]
         self._runs = _find_runs(self.payload, plan.offsets, specs)
         self._on_cpu = plan.device.type == "cpu"
         self._pointers = self._find_pointers()
-        self._fresh_counts = (self._count_names(), use_count(self.flat))
+        self._initial_counts = (self._count_references(), use_count(self.flat))
 
-    # Who holds it
+    # Who else holds it
 
-    def is_spoiled(self) -> bool:
-        """Whether a view has got other memory: by `param.grad.data = ...`, as `module.to` does too."""
-        if self.shown is not self.views:
-            inside = map(local_of, self.shown)
+    def has_detached_views(self) -> bool:
+        """Whether a view has other memory now: by `param.grad.data = ...`, as in `module.to`."""
+        if self.grad_views is not self.views:
+            inside = map(local_of, self.grad_views)
             if any(map(operator.is_not, inside, self.views)):
                 return True
         return self._find_pointers() != self._pointers
 
-    def is_kept(self, grads: Grads) -> bool:
-        """Whether the user still holds gradients of an earlier step, which shall keep their values."""
-        fresh_names, fresh_uses = self._fresh_counts
-        if use_count(self.flat) > fresh_uses:
+    def is_held_by_user(self, grads: Grads) -> bool:
+        """Whether the user holds gradients of an earlier step, which must keep their values."""
+        initial_references, initial_uses = self._initial_counts
+        if use_count(self.flat) > initial_uses:
             return True
-        if self._count_names() == fresh_names:
+        if self._count_references() == initial_references:
             return False
-        # One that is a parameter's gradient now is named by `grads`, and is added to in place.
-        return any(map(operator.is_not, self.shown, grads))
+        # A view that is a parameter's gradient now is referenced by `grads`, and is added to in place.
+        return any(map(operator.is_not, self.grad_views, grads))
 
-    def _count_names(self) -> list[int]:
-        """By how many names Python knows the tensor that has the most of them, by list."""
-        return [max(map(sys.getrefcount, tensors)) for tensors in self._watched]
+    def _count_references(self) -> list[int]:
+        """The highest reference count of each list's tensors."""
+        return [max(map(sys.getrefcount, tensors)) for tensors in self._held_views]
 
     def _find_pointers(self) -> list[int]:
         return [*map(torch.Tensor.data_ptr, self.views)]
 
-    # Gradients in
+    # Filling it
 
-    def place(self, at: int, scale: float) -> tuple[torch.Tensor, float]:
-        """Where a large gradient is made that is not copied, and what it is multiplied by there."""
+    def destination(self, at: int, scale: float) -> tuple[torch.Tensor, float]:
+        """The view in which a large gradient is made, and the factor for it."""
         if not self._on_cpu:  # one kernel scales all of the buffer
             raise InternalError("a gradient is made in a bucket that is not on the CPU")
         return self.views[at], scale
 
-    def fill(self, grads: Grads, scale: float, placed: Set[int] = frozenset()) -> None:
-        """Copy the gradients in, times `scale`; zeros where there is none. Those in place are only scaled.
+    def fill(self, grads: Grads, scale: float, in_place: Set[int] = frozenset()) -> None:
+        """Copy the gradients in, times `scale`; zeros where there is none. Views of it are only scaled.
 
-        Those that were `placed` are there as `place` said.
+        Those that are `in_place`, by index, have been made at their `destination`.
         """
         if {*map(type, grads)} == {torch.Tensor} and not any(map(operator.is_, grads, self.views)):
             try:
-                self._fill_batched(grads, scale, placed)  # type: ignore[arg-type]
-            except RuntimeError:  # one that is sparse, or lies otherwise than its parameter
+                self._fill_batched(grads, scale, in_place)  # type: ignore[arg-type]
+            except RuntimeError:  # a sparse gradient, or one with other strides than its parameter
                 pass
             else:
                 return
-        self._fill_each(grads, scale, placed)
+        self._fill_each(grads, scale, in_place)
 
-    def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float, placed: Set[int]) -> None:
+    def _fill_batched(self, grads: Sequence[torch.Tensor], scale: float, in_place: Set[int]) -> None:
         if not self._on_cpu:
             copy_all(self.views, grads)
             self._scale(self.payload, scale)
@@ -132,20 +133,20 @@ class FlatGradients:
                 copy_all(self.views[run.start : run.stop], parts)
             self._scale(run.piece, scale)
         for at in self._large:
-            if at not in placed:
+            if at not in in_place:
                 torch.mul(grads[at], scale, out=self.views[at])
 
-    def _fill_each(self, grads: Grads, scale: float, placed: Set[int]) -> None:
+    def _fill_each(self, grads: Grads, scale: float, in_place: Set[int]) -> None:
         for at, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
-            if at in placed:
+            if at in in_place:
                 continue
             if grad is None:
                 view.zero_()
             elif grad is not view:
                 view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-            if placed:
+            if in_place:
                 self._scale(view, scale)
-        if not placed:
+        if not in_place:
             self._scale(self.payload, scale)
 
     @staticmethod
@@ -153,29 +154,29 @@ class FlatGradients:
         if scale != 1.0:
             tensor.mul_(scale)
 
-    # Marks
+    # Flags and mark
 
-    def set_marks(self, used: Sequence[bool], step_mark: int) -> None:
-        """Say which gradients are this rank's, and at which step it is."""
-        self._marks.fill_(1)
+    def set_flags(self, used: Sequence[bool], step_mark: int) -> None:
+        """Set which parameters this rank has used, and the mark of its step."""
+        self._used_flags.fill_(1)
         if not all(used):
-            check_used(self._marks.device)
+            check_flags_readable(self._used_flags.device)
             for at, is_used in enumerate(used):
                 if not is_used:
-                    self._marks[at] = 0
+                    self._used_flags[at] = 0
         self._step_mark.fill_(step_mark)
 
     def sum_of_step_marks(self, num_ranks: int) -> float | None:
-        """What the ranks' step marks came to; None where it can't be told without a price, or exactly."""
+        """The sum of the ranks' step marks; None where reading it is inexact, or waits for a GPU."""
         return sum_of_step_marks(self._step_mark, num_ranks)
 
-    def used_anywhere(self) -> list[bool]:
+    def used_globally(self) -> list[bool]:
         """After the reduction: which parameters some rank has used."""
-        return [mark > 0 for mark in self._marks.abs().tolist()]
+        return [mark > 0 for mark in self._used_flags.abs().tolist()]
 
 
-def check_used(device: torch.device) -> None:
-    """Raise StateError where parameters without a gradient can't be asked about, in a captured step."""
+def check_flags_readable(device: torch.device) -> None:
+    """Raise StateError where the flags would have to be read in a captured step."""
     check_host_read(
         device,
         "some parameters got no gradient on this rank, so that it has to read whether another rank has one",
@@ -184,8 +185,8 @@ def check_used(device: torch.device) -> None:
 
 
 def sum_of_step_marks(mark: torch.Tensor, num_ranks: int) -> float | None:
-    """The number in a reduced step mark; None where it can't be told without a price, or exactly."""
-    # A number on the GPU would stop the host; 16-bit floats count to 256 exactly.
+    """The value of a reduced step mark; None where reading it is inexact, or waits for a GPU."""
+    # 16-bit floats count to 256 exactly.
     if not mark.is_cpu or (mark.dtype.itemsize <= 2 and num_ranks > 32):
         return None
     return mark.item().real
@@ -196,9 +197,11 @@ def is_view_of_bucket(grad: torch.Tensor) -> bool:
     return hasattr(grad, "_weft_is_view")
 
 
-def _sort_by_holder(views: list[torch.Tensor], shown: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Views that are shown themselves, those inside of DTensors, and these DTensors, as far as there are."""
-    pairs = list(zip(views, shown, strict=True))
+def _sort_by_references(
+    views: list[torch.Tensor], grad_views: list[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Plain views, views inside of DTensors, and these DTensors: weft holds each kind differently often."""
+    pairs = list(zip(views, grad_views, strict=True))
     plain = [view for view, other in pairs if view is other]
     inside = [view for view, other in pairs if view is not other]
     outside = [other for view, other in pairs if view is not other]
@@ -206,7 +209,7 @@ def _sort_by_holder(views: list[torch.Tensor], shown: list[torch.Tensor]) -> lis
 
 
 def _mark_as_views(views: Sequence[torch.Tensor]) -> None:
-    # A function of its own, so that no name is left that holds the last of them.
+    # A function of its own: no variable is left that references the last of them.
     for view in views:
         view._weft_is_view = True  # type: ignore[attr-defined]
 

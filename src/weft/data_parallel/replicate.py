@@ -1,4 +1,4 @@
-"""`replicate`: data parallel without a wrapper.
+"""[replicate] `replicate`: data parallel without a wrapper.
 
 The module stays what it is, with the names it has; forward hooks do what
 DistributedDataParallel.forward does.
@@ -20,11 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm.transforms import beside_transforms
 from weft.comm_hooks.bucket import GradHook
 from weft.compiler import at_trace, is_tracing
-from weft.data_parallel.arguments import resolve_buffer_sync, resolve_delayed, resolve_process_group
-from weft.data_parallel.members import check_apart
-from weft.data_parallel.plan import resolve_caps
-from weft.data_parallel.replica import Replica, ReplicaOptions
-from weft.data_parallel.uneven import ReplicaJoinHook
+from weft.data_parallel.bucket_plan import resolve_caps
+from weft.data_parallel.join import ReplicaJoinHook
+from weft.data_parallel.options import (
+    ReplicaOptions,
+    resolve_buffer_sync,
+    resolve_delayed,
+    resolve_process_group,
+)
+from weft.data_parallel.parameters import check_dtensor_ranks
+from weft.data_parallel.replica import Replica
 from weft.errors import ConfigTypeError, InternalError, UnfitError
 from weft.join import Joinable, JoinHook
 from weft.modules import Prepared, attach, attached, give_class, owners_below
@@ -34,7 +39,7 @@ from weft.torch_private import check_torch
 FEATURE = "replicate"
 
 
-class ReplicatedModule(Prepared, Joinable):
+class ReplicatedModule(Prepared, Joinable, calls_by_feature=True):
     """What a module can do once it is replicated."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -176,7 +181,7 @@ def replicate(
     ignored_names = _ignored_names(module, ignored_modules)
     options = _resolve(module, device_mesh, device_id, kwargs, ignored_names)
     ours = ((name, param) for name, param in module.named_parameters() if name not in ignored_names)
-    check_apart(ours, options.group)
+    check_dtensor_ranks(ours, options.group)
     state = ReplicateState(module, options)
     attach(module, FEATURE, state)
     give_class(module, ReplicatedModule, "")  # by its own name: programs write it into what they save
@@ -227,12 +232,12 @@ def _resolve(
         delayed_names=resolve_delayed(
             kwargs.get("delay_all_reduce_named_params"), kwargs.get("param_to_hook_all_reduce")
         ),
-        syncs_at_start=kwargs.get("init_sync", True),
-        syncs_buffers_at_start=at_start,
-        syncs_buffers=at_forward,
-        looks_for_unused=kwargs.get("find_unused_parameters", False),
-        keeps_buffers=kwargs.get("gradient_as_bucket_view", False),
-        is_static=kwargs.get("static_graph", False),
+        init_sync=kwargs.get("init_sync", True),
+        init_sync_buffers=at_start,
+        forward_sync_buffers=at_forward,
+        find_unused_parameters=kwargs.get("find_unused_parameters", False),
+        gradient_as_bucket_view=kwargs.get("gradient_as_bucket_view", False),
+        static_graph=kwargs.get("static_graph", False),
         device=_resolve_device(module, device_id if device_id is not None else _only_id(kwargs)),
     )
 

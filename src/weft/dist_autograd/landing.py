@@ -27,7 +27,7 @@ from weft.autograd import (
     on_announcement,
     traced_inside_only,
 )
-from weft.data_parallel.user_hooks import hooks_of, reducers_of
+from weft.data_parallel.arrivals import hooks_of, reducers_of
 from weft.dist_autograd.context import DistAutogradContext
 from weft.dist_autograd.running import current_run
 from weft.dist_autograd.starts import Start
@@ -112,6 +112,7 @@ class Landing:
 
     def __init__(self, context: DistAutogradContext) -> None:
         count_fresh()  # before the engine is at work
+        _hear_announcements()
         self.context = context
         self.taking: set[_Leaf] = set()  # leaves at which it is now
         self._added: dict[torch.Tensor, torch.Tensor] = {}
@@ -165,7 +166,7 @@ class Landing:
             return
         if hooks_of(variable) and (reducers := reducers_of(variable)):
             for reducer in reducers:
-                self.lend([member.param for member in reducer.members], reducer.plans.renew)
+                self.lend(reducer.params, reducer.bucket_set.release_buffers)
             return
         with _lock:
             leaf = _leaves.get(id(variable))
@@ -332,4 +333,7 @@ def _hear(params: Sequence[torch.Tensor], renew: Renew | None, unsynced: Unsynce
             run.landing.lend_unsynced(unsynced)
 
 
-on_announcement(_hear)
+@cache
+def _hear_announcements() -> None:
+    """Hear of gradients that strategies set, from the first landing on: not in processes without RPC."""
+    on_announcement(_hear)

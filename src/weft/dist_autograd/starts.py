@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from weft.autograd import has_hooks, has_tensor_hooks
-from weft.data_parallel.user_hooks import hooks_of
+from weft.data_parallel.arrivals import hooks_of
 from weft.dist_autograd.graph import Reached
 from weft.dist_autograd.messages import Grads
 from weft.fsdp.param import is_unsharded_param

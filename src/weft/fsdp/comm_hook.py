@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft import comm
+from weft.comm.call import hosted_by
 from weft.comm.record import stand_for
 from weft.comm_hooks import Chain, debugging_hooks
 from weft.comm_hooks.bucket import GradBucket, GradHook
@@ -76,7 +77,8 @@ class RegisteredCommHook:
             sharers=layout.sharers,
         )
         hook_bucket.label = name
-        future = self._hook(self._state, hook_bucket)
+        with hosted_by("fsdp"):
+            future = self._hook(self._state, hook_bucket)
         mean = only_tensor(stand_for(name, mesh.groups[0], future.wait))
         if mean.layout is not torch.strided or mean.numel() != buffer.numel():
             raise StateError(

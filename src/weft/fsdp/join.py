@@ -31,7 +31,7 @@ _NOT_GIVEN = object()
 _NUM_FIXED = 3  # integers of a step's message before the groups' flags: active, number of those, backward
 
 
-class ShardedJoinable(Joinable):
+class ShardedJoinable(Joinable, calls_by_feature=True):
     """A sharded module as a Joinable."""
 
     _get_fsdp_state: Callable[[], ModuleState]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import comm
 from weft.comm import Handle
+from weft.comm.call import hosted_by
 from weft.comm.record import note
 from weft.errors import StateError
 from weft.fsdp.all_gather import allocate_storage, free_storage, reallocates_cheaply
@@ -393,11 +394,12 @@ class GradReduction:
             return
         stream = settings.all_reduce_stream
         if stream is None:
-            settings.all_reduce_hook(self._out)
+            with hosted_by("fsdp"):
+                settings.all_reduce_hook(self._out)
             return
         device: Any = torch.get_device_module(self._bucket.dp_mesh.device)
         stream.wait_stream(device.current_stream())
-        with device.stream(stream):
+        with device.stream(stream), hosted_by("fsdp"):
             settings.all_reduce_hook(self._out)
         device.current_stream().wait_stream(stream)
 
@@ -484,7 +486,8 @@ def accumulate_grad(param: ShardedParam, grad: DTensor | None) -> None:
         hooks = sharded._backward_hooks
         if hooks:
             for hook in list(hooks.values()):
-                changed = hook(grad)
+                with hosted_by("fsdp"):
+                    changed = hook(grad)
                 grad = grad if changed is None else changed
         if sharded.grad is None:
             sharded.grad = grad
@@ -494,7 +497,8 @@ def accumulate_grad(param: ShardedParam, grad: DTensor | None) -> None:
     if hooks:
         with torch.enable_grad():  # as autograd runs them; an optimizer says no_grad itself
             for hook in list(hooks.values()):
-                hook(sharded)
+                with hosted_by("fsdp"):
+                    hook(sharded)
 
 
 def set_grads(params: Sequence[ShardedParam], grads: Sequence[DTensor]) -> bool:

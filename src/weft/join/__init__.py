@@ -1,7 +1,6 @@
 """Uneven inputs: ranks that run out of them stand in for themselves until all are done."""
 
-from weft.join.callers import shadowed
-from weft.join.context import Join
-from weft.join.protocol import Joinable, JoinHook
+from weft.join.context import Join, Joinable, JoinHook
+from weft.join.watch import shadowed
 
 __all__ = ["Join", "JoinHook", "Joinable", "shadowed"]

@@ -1,14 +1,18 @@
-"""The context in which ranks may run out of inputs at different times.
+"""The context in which ranks may run out of inputs at different times, and what takes part in it.
 
-A rank that leaves its loop *joins*: it runs the hooks of its Joinables once for every
-step that another rank still makes, and leaves the context when all ranks have joined.
-How ranks hear of each other is watch.py's work.
+A Joinable communicates in every step of a loop. A rank that leaves its loop *joins*: it runs the JoinHooks of
+its Joinables once for every step that another rank still makes, and leaves the context when all ranks have
+joined. How ranks learn of each other is watch.py's work.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +22,98 @@ import torch.distributed as dist
 from weft.comm import Handle
 from weft.comm.group import resolve_group
 from weft.errors import ConfigError, StateError
-from weft.join.callers import Callers
-from weft.join.patches import innermost_watch
-from weft.join.protocol import OUTSIDE, Joinable, JoinConfig
-from weft.join.watch import JoinWatch
+from weft.join.watch import JoinWatch, innermost_watch
 from weft.join.wire import MAX_GROUP_SIZE
 
 _LARGE_SKEW = 1000  # steps
+
+
+class JoinHook:
+    """What a joined rank runs in a Joinable's place. Both methods do nothing unless overridden."""
+
+    def main_hook(self) -> None:
+        """Make the collectives of one step of the active ranks, in their order, with neutral values.
+
+        Called once for each step that at least one rank still makes.
+        """
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Do what is left to do when every rank has joined, on every rank.
+
+        `is_last_joiner` is true on the ranks that made the most steps, one or several.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """What a Joinable knows of the Join that it is in, if any."""
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+    watch: JoinWatch | None = None  # None also in a group of one, and while a joined rank runs hooks
+
+
+_OUTSIDE = JoinConfig()
+
+
+class Joinable(ABC):
+    """Something that communicates in every step and can be stood in for.
+
+    It calls `Join.notify_join_context(self)` in each step before its first collective.
+    All Joinables of one Join use the same group.
+
+    What the methods of a subclass call is its own, for its hook to shadow. A subclass whose collectives all
+    go through weft.comm under its own `feature` is declared with `calls_by_feature=True`: then those are.
+    """
+
+    _join_config: JoinConfig = _OUTSIDE
+
+    # The `feature`s of its calls through weft.comm, those that its hook stands in for. None: of any
+    # feature but "user".
+    join_features: frozenset[str] | None = None
+
+    def __init_subclass__(cls, *, calls_by_feature: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A class that weft makes for a module (`modules.give_class`) has no methods of the user's.
+        is_wefts = calls_by_feature or "_weft_own_class" in vars(cls)
+        for name, method in () if is_wefts else tuple(vars(cls).items()):
+            if inspect.isfunction(method) and (not name.startswith("__") or name == "__call__"):
+                setattr(cls, name, _attributed(method))
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook that stands in for this object. `kwargs` are those given to Join, the same for all."""
+        ...
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Where the tensors lie with which Join itself communicates."""
+        ...
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group of the ranks that join."""
+        ...
+
+
+def _attributed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a Joinable, whose collectives are the Joinable's while it is in a Join."""
+
+    @functools.wraps(method)
+    def run(self: Joinable, *args: Any, **kwargs: Any) -> Any:
+        watch = self._join_config.watch
+        if watch is None:
+            return method(self, *args, **kwargs)
+        with watch.joinable_running():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Join:
@@ -63,9 +152,11 @@ class Join:
             raise StateError("this Join has been entered already. Leave it before it is entered again.")
         if self._group.size() > 1:
             outer = innermost_watch(self._group)
-            if isinstance(outer, JoinWatch):
-                outer.before_nested()
-            self._watch = JoinWatch(self._group, self._device, Callers(self._joinables, self._hooks))
+            if outer is not None:
+                outer.check_nested()
+            covered = [joinable.join_features for joinable in self._joinables]
+            features = None if None in covered else frozenset().union(*(some or () for some in covered))
+            self._watch = JoinWatch(self._group, self._device, features)
             self._watch.install()
         self._is_entered = True
         self._configure(JoinConfig(True, self._throws, False, self._watch))
@@ -84,7 +175,7 @@ class Join:
         try:
             is_last_joiner = watch is None or (exc_type is None and self._shadow_steps(watch))
         finally:
-            self._configure(OUTSIDE)
+            self._configure(_OUTSIDE)
             if watch is not None:
                 watch.remove()
         if exc_type is None:
@@ -118,7 +209,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Handle[torch.Tensor] | None:
-        """Say that this rank makes another step. A Joinable calls it before its first collective of a step.
+        """Announce another step of this rank. A Joinable calls it before its first collective of a step.
 
         Only the first Joinable of a Join communicates: it gets a Handle whose tensor holds
         the number of ranks that make this step. The others, and those outside of a Join, get
@@ -135,7 +226,7 @@ class Join:
         watch = config.watch
         if watch is None:  # a group of one
             return Handle((), torch.ones(1, dtype=torch.int64)) if config.is_first_joinable else None
-        if not watch.is_in_force:
+        if innermost_watch(watch.group) is not watch:
             raise StateError(
                 f"{type(joinable).__name__} is used inside a second Join on the same group, which it is not "
                 "in. Pass all objects that communicate in the loop to one Join."

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.comm.group import state_of
 from weft.comm.names import all_gather_single, op_name, reduce_scatter_single
-from weft.join.wire import Description, Flag
+from weft.join.wire import CallDescription, Flag
 
 # The methods of a process group by which c10d makes collectives, old and new names, and what we call them.
 METHODS: dict[str, str] = {
@@ -64,20 +64,20 @@ def group_number(group: dist.ProcessGroup) -> int:
     return zlib.crc32(group.group_name.encode())
 
 
-def describe_call(method: str, group: dist.ProcessGroup, args: Sequence[Any], flags: int) -> Description:
+def describe_call(method: str, group: dist.ProcessGroup, args: Sequence[Any], flags: int) -> CallDescription:
     """Describe a call of a process group's method, as c10d makes it; OPAQUE where its form is another."""
     op = METHODS[method]
     number = group_number(group)
-    opaque = Description(OPS.index(op), group=number, flags=flags | Flag.OPAQUE)
+    opaque = CallDescription(OPS.index(op), group=number, flags=flags | Flag.OPAQUE)
     if op == "barrier":
-        return Description(OPS.index(op), group=number, flags=flags)
+        return CallDescription(OPS.index(op), group=number, flags=flags)
     try:
         tensor = _tensor_of(op, args)
         options = args[-1]
         reduce_op = op_name(options.reduceOp) if op in _WITH_NEUTRAL_VALUES else ""
         is_rooted = op in (*_FROM_A_ROOT, "reduce")
         root = dist.get_global_rank(group, options.rootRank) if is_rooted else -1
-        return Description(
+        return CallDescription(
             OPS.index(op),
             _REDUCE_OPS.index(reduce_op),
             _DTYPES.index(tensor.dtype),
@@ -92,7 +92,7 @@ def describe_call(method: str, group: dist.ProcessGroup, args: Sequence[Any], fl
 
 
 def _tensor_of(op: str, args: Sequence[Any]) -> torch.Tensor:
-    """The tensor whose size says all."""
+    """The tensor whose size determines all others."""
     if op in ("all_reduce", "reduce", "broadcast", "scatter"):
         (tensor,) = args[0]
     elif op == "all_gather":
@@ -110,7 +110,7 @@ def _tensor_of(op: str, args: Sequence[Any]) -> torch.Tensor:
     return tensor
 
 
-def refusal(description: Description, joined: Sequence[int]) -> str | None:
+def refusal_reason(description: CallDescription, joined: Sequence[int]) -> str | None:
     """Why joined ranks (of the world) can't make the call, and what to do; None if they can."""
     op, flags = OPS[description.op], description.flags
     if flags & Flag.NESTED:
@@ -141,8 +141,8 @@ def refusal(description: Description, joined: Sequence[int]) -> str | None:
 _ADVICE = "Move it out of the loop, or make the object that calls it a Joinable with a hook of its own."
 
 
-def words(description: Description) -> str:
-    """The call as a reader would write it."""
+def format_call(description: CallDescription) -> str:
+    """The call as a line of code."""
     op = OPS[description.op]
     if op in ("barrier", "Join") or description.flags & Flag.OPAQUE:
         return op
@@ -153,7 +153,7 @@ def words(description: Description) -> str:
     return f"{op}({', '.join(part for part in parts if part)})"
 
 
-def _neutral(description: Description) -> float | int | bool | None:
+def _neutral(description: CallDescription) -> float | int | bool | None:
     """What changes nothing when it is reduced with anything."""
     dtype, name = _DTYPES[description.dtype], _REDUCE_OPS[description.reduce_op]
     if name in ("sum", "bor", "bxor"):
@@ -172,7 +172,7 @@ def _neutral(description: Description) -> float | int | bool | None:
     return limits.min if name == "max" else limits.max
 
 
-def shadow_call(description: Description, group: dist.ProcessGroup, join_device: torch.device) -> None:
+def shadow_call(description: CallDescription, group: dist.ProcessGroup, join_device: torch.device) -> None:
     """Make the described call with neutral values, and wait for it. The result is nobody's."""
     op, root = OPS[description.op], description.root
     size, numel = group.size(), description.numel

@@ -1,16 +1,15 @@
-"""What ranks tell each other under Join, as numbers. Pure: no group, no device.
+"""What ranks exchange under Join, encoded as numbers. Pure: no group, no device.
 
 Two messages, both all-reduces on the group of the Joinables:
 
-* A *word* is one int64, summed. Each rank says one `Say`, each `Say` is a digit of its
-  own, and so the sum is a census: how many ranks said what. Every rank reads the same
-  census and draws the same conclusion from it.
+* A *status* is one int64, summed. Each `Status` is a digit of its own, so the sum is a census: how many ranks
+  have which. Every rank reads the same census and draws the same conclusion from it.
 * A *description* of a call that joined ranks have to make too is a vector of int64,
   taken by its maximum. Active ranks fill it in, joined ranks leave the lowest number. It
   holds each number twice, once negated, so that active ranks that describe different
   calls are noticed; behind it each rank marks whether it has joined.
 
-The digit of STEP is the lowest: as long as ranks agree, the sum of a step's words is the
+The digit of STEP is the lowest: as long as ranks agree, the sum of a step's statuses is the
 number of active ranks.
 """
 
@@ -25,8 +24,8 @@ _DIGIT = (1 << _DIGIT_BITS) - 1
 MAX_GROUP_SIZE = _DIGIT
 
 
-class Say(IntEnum):
-    """What one rank says in a word."""
+class Status(IntEnum):
+    """What one rank is about to do."""
 
     IDLE = 0  # joined, between two steps
     STEP = 1  # active, a step begins
@@ -37,7 +36,7 @@ class Say(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """How many ranks said what at one time."""
+    """How many ranks have which status."""
 
     group_size: int
     step: int
@@ -61,7 +60,7 @@ class Census:
         return self.idle == self.group_size
 
     def disagreement(self) -> str | None:
-        """Why this can't go on, in words; None if it can."""
+        """Why this can't go on; None if it can."""
         active_kinds = sum(bool(count) for count in (self.step, self.covered, self.extra))
         if active_kinds > 1:
             return "active ranks do not make the same calls in a step."
@@ -78,8 +77,8 @@ class Census:
             )
         return None
 
-    def words(self) -> str:
-        """The census for a message."""
+    def describe(self) -> str:
+        """The census, for an error."""
         parts = (
             (self.step, "begin a step"),
             (self.covered, "are at a call of a joinable"),
@@ -91,13 +90,13 @@ class Census:
 
 
 def decode_census(total: int, group_size: int) -> Census:
-    """Read the sum of the ranks' words."""
+    """Read the sum of the ranks' statuses."""
     digits = [total >> place * _DIGIT_BITS & _DIGIT for place in range(4)]
     return Census(group_size, *digits)
 
 
 class Flag(IntEnum):
-    """What else a description says; values add up."""
+    """Bits of a description."""
 
     ZEROS = 1  # zeros from joined ranks are right, in a gather too
     OPAQUE = 2  # a call, or a form of it, that can't be made from a description
@@ -111,7 +110,7 @@ LOWEST = -(1 << 63) + 1  # its negation is an int64 too
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class CallDescription:
     """One collective, for a rank that isn't in its code. Enumerations are places in shadow.py's tables.
 
     No collective minds the shape of a tensor, so the number of elements that a rank gives is enough.
@@ -127,10 +126,10 @@ class Description:
     numel: int = 0
 
 
-_LENGTH = len(fields(Description))
+_LENGTH = len(fields(CallDescription))
 
 
-def encode_description(description: Description | None, rank: int, group_size: int) -> list[int]:
+def encode_description(description: CallDescription | None, rank: int, group_size: int) -> list[int]:
     """What the rank gives: its description, or nothing and its mark when it has joined."""
     marks = [0] * group_size
     if description is None:
@@ -140,10 +139,10 @@ def encode_description(description: Description | None, rank: int, group_size: i
     return [*numbers, *(-number for number in numbers), *marks]
 
 
-def decode_description(maxima: Sequence[int]) -> tuple[Description | None, list[int]]:
+def decode_description(maxima: Sequence[int]) -> tuple[CallDescription | None, list[int]]:
     """What the active ranks describe, None when they differ; and the joined ranks, of the group."""
     numbers, negated = maxima[:_LENGTH], maxima[_LENGTH : 2 * _LENGTH]
     joined = [rank for rank, mark in enumerate(maxima[2 * _LENGTH :]) if mark]
     if any(number != -other for number, other in zip(numbers, negated, strict=True)):
         return None, joined
-    return Description(*numbers), joined
+    return CallDescription(*numbers), joined

@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from weft import comm
+from weft.comm.call import hosted_by
 from weft.comm.group import resolve_group
 from weft.comm.simulated import check_one_rank
 from weft.comm_hooks.in_order import launch_in_order
@@ -34,7 +35,7 @@ FEATURE = "zero"
 ParamGroup = dict[str, Any]
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Optimizer, Joinable, calls_by_feature=True):
     """Wrap an optimizer class so that each rank keeps the state of its share of the parameters.
 
     With `parameters_as_bucket_view` parameters lie in flat buffers from then on, and
@@ -125,7 +126,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         _copy_options(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
-        loss = self.optim.step(**given)
+        with hosted_by(FEATURE):
+            loss = self.optim.step(**given)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._share()
         return loss
@@ -176,7 +178,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group["params"] = [param for param in group["params"] if param in grad_of]
             for param, grad in grad_of.items():
                 param.grad = grad
-            self.optim.step()
+            with hosted_by(FEATURE):
+                self.optim.step()
         finally:
             for group, its_params in zip(groups, all_params, strict=True):
                 group["params"] = its_params

@@ -9,7 +9,7 @@ GROUPS = (
         "torch.distributed.distributed_c10d",
         ("_world",),
         "the groups of this process: whose they are where ranks are threads, and which are open",
-        ("comm/group.py", "comm_hooks/in_order.py", "join/patches.py", "launcher/world.py"),
+        ("comm/group.py", "comm_hooks/in_order.py", "join/watch.py", "launcher/world.py"),
     ),
     PrivateNames(
         "torch.distributed.distributed_c10d",
@@ -188,7 +188,7 @@ MESHES = (
         ("DTensorSpec", "TensorMeta"),
         "the layout that a DTensor is made of",
         (
-            "data_parallel/members.py",
+            "data_parallel/parameters.py",
             "fsdp/placement.py",
             "tensor_parallel/gradients.py",
             "tensors/dtensor.py",

@@ -58,7 +58,6 @@ TENSORS = (
         (
             "autograd/backward.py",
             "data_parallel/arrivals.py",
-            "data_parallel/user_hooks.py",
             "fsdp/param.py",
             "fsdp/reduce.py",
             "tensor_parallel/gradients.py",
@@ -102,7 +101,7 @@ TENSORS = (
         (
             "comm/sparse.py",
             "comm_hooks/in_order.py",
-            "data_parallel/sparse.py",
+            "data_parallel/buckets.py",
             "dist_autograd/landing.py",
             "dist_autograd/quick_steps.py",
             "local/sparse.py",
@@ -174,8 +173,8 @@ MODULES = (
         ("_modules", "_parameters", "_buffers"),
         "what is registered in a module, past properties and __getattr__, and putting other tensors there",
         (
-            "data_parallel/module_parts.py",
-            "data_parallel/precision.py",
+            "data_parallel/mixed_precision.py",
+            "data_parallel/parameters.py",
             "data_parallel/replica.py",
             "fsdp/api.py",
             "fsdp/module.py",
@@ -200,9 +199,9 @@ MODULES = (
     ),
     PrivateNames(
         "torch.nn.modules._functions",
-        ("__file__",),
-        "the file of SyncBatchNorm's autograd function, whose collectives Join tells from others",
-        ("join/callers.py",),
+        ("SyncBatchNorm",),
+        "SyncBatchNorm's autograd function, whose collectives Join tells from others",
+        ("join/watch.py",),
     ),
     PrivateNames(
         "torch.nn.modules.module",
@@ -272,7 +271,7 @@ OPTIMIZERS = (
         (
             "optimizers/in_backward.py",
             "comm_hooks/optimizer_overlap_hooks.py",
-            "data_parallel/torch_optimizers.py",
+            "data_parallel/arrivals.py",
         ),
         is_convention=True,
     ),

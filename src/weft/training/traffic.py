@@ -28,14 +28,14 @@ def describe_traffic(module: nn.Module) -> list[Unit]:
         reducer = state.replica.reducer
     else:
         return []
-    names = [member.spec.name for member in reducer.members]
+    names = [ddp_param.spec.name for ddp_param in reducer.ddp_params]
     return [
         {
             "label": f"bucket {index}",
             "num_bytes": bucket.num_bytes,
             "parameters": [names[param] for param in bucket.params],
         }
-        for index, bucket in enumerate(reducer.plans.buckets.plan)
+        for index, bucket in enumerate(reducer.bucket_set.plan)
     ]
 
 

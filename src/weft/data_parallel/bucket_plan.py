@@ -1,8 +1,8 @@
 """Assign parameters to gradient buckets. Pure: sizes and an order in, a plan out.
 
-Invariant: every rank makes the same plan from the same specs and order, every
-parameter is in exactly one bucket, and buckets stand in the order in which they fill
-when gradients come in the planned order. Buckets are launched in that order.
+Invariant: every rank makes the same plan from the same specs and order, every parameter is in exactly one
+bucket, and buckets stand in the order in which they fill when gradients arrive in the planned order. They
+are started in that order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST_CAP_BYTES = MB  # small, so that the first reduction starts early in the b
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the plan must know of a parameter."""
+    """A parameter as the plan sees it."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,29 +32,29 @@ class ParamSpec:
     device: torch.device
     is_sparse: bool = False  # its gradients are
     is_delayed: bool = False  # its reduction goes after all others
-    piece: str = ""  # of what, where the parameter is a DTensor: this is of its local tensor
+    piece: str = ""  # which shard of what, where the parameter is a DTensor: the spec is of its local tensor
 
     @property
     def numel(self) -> int:
-        """How many elements its gradient has."""
+        """Elements of its gradient."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes its gradient takes."""
+        """Bytes of its gradient."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCaps:
-    """How large buckets may get; the first parameter that doesn't fit may still end a bucket."""
+    """Sizes of buckets. The first parameter that doesn't fit may still close a bucket."""
 
     first_bytes: int = FIRST_CAP_BYTES
     rest_bytes: int = DEFAULT_CAP_MB * MB
-    each_bytes: tuple[int, ...] = ()  # of the first buckets, one by one, where the user says so
+    each_bytes: tuple[int, ...] = ()  # bucket_cap_mb_list: of the first buckets, one by one
 
     def of(self, bucket: int) -> int:
-        """The cap of the bucket with this number."""
+        """The cap of the bucket with this index."""
         if bucket < len(self.each_bytes):
             return self.each_bytes[bucket]
         return self.first_bytes if bucket == 0 and not self.each_bytes else self.rest_bytes
@@ -62,7 +62,7 @@ class BucketCaps:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One bucket: who is in it and where."""
+    """One bucket: its parameters and their offsets."""
 
     params: tuple[int, ...]  # indices into the specs
     offsets: tuple[int, ...]  # of each in the flat buffer
@@ -73,7 +73,7 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the gradients take."""
+        """Bytes of the gradients."""
         return self.numel * self.dtype.itemsize
 
 
@@ -114,10 +114,10 @@ def plan_buckets(
     """Fill buckets up to the caps in this order: one dtype and device each, sparse ones alone.
 
     Parameters of several dtypes fill several buckets side by side. A bucket is closed before it
-    would exceed its cap, unless it is not half full: a call for little is dear. It is closed as well
-    behind a parameter of more than half its cap: waiting for small ones would keep the memory of a
-    large gradient, and its reduction, for little. `is_greedy` fills each bucket until its cap is reached:
-    in a compiled graph buckets cost no memory of their own.
+    would exceed its cap, unless it is not half full: small collectives are latency-bound. It is closed as
+    well behind a parameter of more than half its cap: waiting for small ones would hold back a large
+    gradient's memory and its reduction. `is_greedy` fills each bucket until its cap is reached: in a
+    compiled graph buckets cost no memory of their own.
     """
     if sorted(order) != list(range(len(specs))):
         raise ConfigError(
@@ -144,13 +144,13 @@ def plan_buckets(
         if bucket.num_bytes >= cap or (2 * spec.num_bytes > cap and not is_greedy):
             closed.append(open_.pop(key).params)
     closed += [bucket.params for bucket in open_.values()]
-    # The last gradient of a bucket is the one that lets it go.
+    # A bucket starts at its last gradient.
     closed.sort(key=lambda params: max((specs[index].is_delayed, place[index]) for index in params))
     return tuple(_lay_out(specs, params) for params in closed)
 
 
 def follows(plan: Sequence[BucketPlan], order: Sequence[int]) -> bool:
-    """Whether buckets fill about as early as they can when gradients come in this order."""
+    """Whether buckets fill about as early as they can when gradients arrive in this order."""
     place = {index: at for at, index in enumerate(order)}
     slack = max(4, len(order) // 20)
     num_before = 0

@@ -1,9 +1,9 @@
-"""Mixed precision for DDP: forward and backward in one dtype, parameters and their gradients in another.
+"""Mixed precision for DDP: parameters in one dtype, forward and backward in another.
 
-While the module runs, its parameters are exchanged for copies in the low dtype, made by a cast that
-autograd knows. So gradients arrive in the parameters' dtype, and the optimizer never sees the low one.
-A submodule that runs on its own, as when checkpointing recomputes it in backward, is exchanged for
-that time.
+While the module runs, its parameters are replaced by casts of them to the low dtype, which autograd
+records. So gradients arrive in the parameters' dtype, and the optimizer never sees the low one. A submodule
+that runs on its own, as when checkpointing recomputes it in backward, has its parameters replaced for that
+time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from weft.data_parallel.reducer import Reducer
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """The dtypes of parameters in forward, of the reduction, and of buffers; None leaves each as it is."""
+    """The dtypes of parameters in forward, of the reduction, and of buffers; None: unchanged."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
 
 
-class ParameterExchange:
-    """Exchanges the parameters of a module, and of those below it, while one of them runs."""
+class CastParameters:
+    """Replaces the parameters of a module by casts of them while it, or a module in it, runs."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
         self._dtype = dtype
         self._depth = 0
-        self._exchanged: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         names = {id(param): name for name, param in module.named_parameters()}
         self._slots = {
             child: [
@@ -56,14 +56,14 @@ class ParameterExchange:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Around the module's forward: whatever ends it, the parameters are the user's own again."""
+        """Restore the parameters at the end of the module's forward, whatever ends it."""
         try:
             yield
         finally:
-            self._put_back()
+            self._restore()
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run; within another that does it has been exchanged already."""
+        """A module begins to run. Inside of another that runs, its parameters are replaced already."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -72,53 +72,53 @@ class ParameterExchange:
             if id(param) not in low:
                 low[id(param)] = cast_floating(param, self._dtype)
             owner[name] = low[id(param)]  # type: ignore[assignment]
-            self._exchanged.append((owner, name, param))
+            self._replaced.append((owner, name, param))
 
     def leave(self) -> None:
         """A module has run."""
         self._depth -= 1
         if self._depth == 0:
-            self._put_back()
+            self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         self._depth = 0
-        for owner, name, param in self._exchanged:
+        for owner, name, param in self._replaced:
             owner[name] = param
-        self._exchanged = []
+        self._replaced = []
 
 
 class _Hook:
-    """A hook of a module that does nothing when its exchange is gone, or was left behind by a copy."""
+    """A hook that does nothing once its `CastParameters` is gone, and in a copy of the module."""
 
-    def __init__(self, exchange: weakref.ref[ParameterExchange] | None = None) -> None:
-        self.exchange = exchange
+    def __init__(self, cast_params: weakref.ref[CastParameters] | None = None) -> None:
+        self.cast_params = cast_params
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
-    def find(self) -> ParameterExchange | None:
-        """The exchange, if it is there."""
-        return None if self.exchange is None else self.exchange()
+    def find(self) -> CastParameters | None:
+        """The `CastParameters`, if it lives."""
+        return None if self.cast_params is None else self.cast_params()
 
 
 class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        exchange = self.find()
-        if exchange is not None:
-            exchange.enter(module)
+        cast_params = self.find()
+        if cast_params is not None:
+            cast_params.enter(module)
 
 
 class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        exchange = self.find()
-        if exchange is not None:
-            exchange.leave()
+        cast_params = self.find()
+        if cast_params is not None:
+            cast_params.leave()
 
 
-def install_precision(
+def install_mixed_precision(
     module: nn.Module, precision: Any, ignored: Collection[str], reducer: Reducer
-) -> ParameterExchange:
-    """Run the module in this precision as long as the exchange lives. What is ignored stays as it is."""
+) -> CastParameters:
+    """Run the module in this precision as long as the result lives. Ignored tensors stay as they are."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and (f"{prefix}.{name}" if prefix else name) not in ignored:
@@ -126,13 +126,13 @@ def install_precision(
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
     if reduce_dtype is not None and reducer.group.size() > 1:
         reducer.set_hook(_reduce_in_dtype, (reduce_dtype, weakref.ref(reducer)))
-    return ParameterExchange(module, precision.param_dtype, ignored)
+    return CastParameters(module, precision.param_dtype, ignored)
 
 
 def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
     """The mean, computed in a dtype of its own."""
     dtype, reducer = state[0], state[1]()
-    group, divisor = reducer.group, reducer.find_divisor()  # which may be others than at the start
+    group, divisor = reducer.group, reducer.find_divisor()  # both may have changed
     buffer = bucket.buffer()
     low = buffer / divisor if not is_lossy_safe(buffer) else buffer.to(dtype).div_(divisor)
     return launch_in_order(
@@ -141,5 +141,5 @@ def _reduce_in_dtype(state: Any, bucket: GradBucket) -> Any:
 
 
 def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A real tensor in this dtype; others, and all where there is none, as they are."""
+    """A floating tensor in this dtype; any other, and where dtype is None, as it is."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

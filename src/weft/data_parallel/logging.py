@@ -1,4 +1,6 @@
-"""What `_get_ddp_logging_data` tells: torch's names for the facts that weft has."""
+"""What `_get_ddp_logging_data` returns: torch's names for what weft knows of a module, its plan and its last
+step.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from weft.data_parallel.replica import Replica
-
 if TYPE_CHECKING:
     from weft.data_parallel.ddp import DistributedDataParallel
+
 
 _DTYPE_NAMES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 _ENVIRONMENT = {
@@ -24,11 +25,11 @@ _ENVIRONMENT = {
 }
 
 
-def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
-    """Facts of the module, its plan and its last step."""
-    reducer = replica.reducer
-    plan = reducer.buckets.plan
-    specs = [member.spec for member in reducer.members]
+def describe(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """The logging data of a DDP module, by torch's names."""
+    replica, reducer = ddp._replica, ddp._replica.reducer
+    plan = reducer.bucket_set.plan
+    specs = [ddp_param.spec for ddp_param in reducer.ddp_params]
     sizes = ", ".join(str(bucket.num_bytes) for bucket in plan)
     facts: dict[str, Any] = {
         "world_size": replica.group.size(),
@@ -39,10 +40,10 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "output_device": -1 if ddp.output_device is None else ddp.output_device,
         "is_multi_device_module": int(len({spec.device for spec in specs}) > 1),
         "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "bucket_cap_bytes": reducer.plans.caps.rest_bytes,
+        "bucket_cap_bytes": reducer.bucket_set.caps.rest_bytes,
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(reducer.is_static),
+        "static_graph": int(reducer.static_graph),
         "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in ddp.module.modules())),
         "iteration": reducer.num_steps,
         "dtypes": ", ".join(
@@ -52,12 +53,12 @@ def describe(ddp: DistributedDataParallel, replica: Replica) -> dict[str, Any]:
         "num_parameter_tensors": len(specs),
         "bucket_sizes": sizes,
         "num_buckets_reduced": len(plan),
-        "has_rebuilt_buckets": int(reducer.plans.is_learned),
+        "has_rebuilt_buckets": int(reducer.bucket_set.is_rebuilt),
         **reducer.times.report(),
     }
-    if reducer.plans.is_learned:
+    if reducer.bucket_set.is_rebuilt:
         facts["rebuilt_bucket_sizes"] = sizes
-        facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.buckets.order))
+        facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.bucket_set.order))
         facts["rebuilt_per_bucket_param_indices"] = ", ".join(
             " ".join(map(str, bucket.params)) for bucket in plan
         )
