@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kills"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "kills"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""weft says its version: as a module, and as a command that doesn't wait for torch."""
+"""weft as installed: its version, a command that doesn't wait for torch, an import that starts nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def test_the_version_is_one_that_installers_can_order() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?(\.dev\d+)?", weft.__version__)
 
 
+@pytest.mark.processes
 def test_the_command_needs_neither_torch_nor_an_installation() -> None:
     # Without site-packages there is no torch that could be imported, and no metadata of weft.
     done = subprocess.run(
@@ -49,3 +50,31 @@ def test_the_command_passes_other_arguments_on(
         weft_cli.main()
     assert exit_.value.code == 2
     assert "argument --ranks" in capsys.readouterr().err
+
+
+# What a process has started does not survive a fork.
+PROGRAM = """
+import os
+import threading
+
+import torch
+import weft
+
+assert not torch.cuda.is_initialized()
+assert threading.active_count() == 1
+# A thread of autograd's engine would be one of the kernel's threads of this process.
+threads = {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+assert not any(name.startswith("pt_autograd") for name in threads), threads
+child = os.fork()
+if child == 0:
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward()
+    os._exit(0 if x.grad.tolist() == [2.0, 2.0] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.processes
+def test_a_process_can_be_forked_after_the_import() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

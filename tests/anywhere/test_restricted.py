@@ -9,23 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.anywhere_bodies.confine import NO_PRIVILEGE
+from tests.anywhere.confine import NO_PRIVILEGE
 from tests.train_bodies.commands import REPO, environment
 
-BODIES = Path(__file__).parents[1] / "anywhere_bodies"
+pytestmark = pytest.mark.processes
+
+HERE = Path(__file__).parent
 
 
 def run_confined(
     confinement: Sequence[str], *options: str, home: str = "/nonexistent"
 ) -> subprocess.CompletedProcess[str]:
     """Run everyday work in an environment; skip where this process may not make one."""
-    return run_program(confinement, [str(BODIES / "everyday.py"), *options], {"HOME": home})
+    return run_program(confinement, [str(HERE / "everyday.py"), *options], {"HOME": home})
 
 
 def run_program(
     confinement: Sequence[str], program: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    confine = [sys.executable, str(BODIES / "confine.py"), *confinement, "--"]
+    confine = [sys.executable, str(HERE / "confine.py"), *confinement, "--"]
     done = subprocess.run(
         [*confine, sys.executable, *program],
         env=environment(variables),

@@ -1,4 +1,4 @@
-"""Who is blamed for a failed collective: ranks that die or are late on gloo, as far as notes can be believed."""
+"""Who is blamed for a failed collective: ranks that die or are late on gloo, and what notes are worth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""launch(kind="process") when a rank raises, dies, hangs or is stopped, and when the launcher is killed."""
+"""launch(kind="process") when a rank raises, dies, hangs or is stopped, and when the launcher is killed.
+
+And what is left of a process in which ranks were threads, and one raised.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ import torch.distributed as dist
 from weft.errors import LaunchError, LaunchTimeoutError, PeerError
 from weft.launcher import RankPool
 from weft.testing.pool import shared_pool
+
+pytestmark = pytest.mark.processes
 
 REPO = Path(__file__).parents[2]
 
@@ -81,9 +86,7 @@ def test_exception_that_cannot_travel_becomes_its_text() -> None:
     def body():
         raise Unpicklable
 
-    with pytest.raises(
-        LaunchError, match=r"raised tests\.procs\.test_launch_failures\.Unpicklable"
-    ) as caught:
+    with pytest.raises(LaunchError, match=r"raised tests\.launch\.test_failures\.Unpicklable") as caught:
         shared_pool(2).run(body)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert "Unpicklable: not for travelling" in str(caught.value.__cause__)
@@ -257,3 +260,43 @@ def test_interrupt_of_the_launcher_ends_the_ranks() -> None:
         _, errors = launcher.communicate(timeout=60)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     wait_until_ended(pidfds)
+
+
+# Rank 0 waits for rank 1 in a collective of gloo, which nothing but the end of rank 1's group can wake. The
+# process exits with what torch and gloo have left: an abort there would be exit code 134.
+FAILING_THREADS = """
+import sys
+import torch
+import torch.distributed as dist
+import weft
+
+def fn():
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(4))
+
+try:
+    weft.launch(fn, ranks=2, kind="thread", backend="gloo", grace=60)
+except weft.LaunchError as error:
+    assert "rank 1 of 2 raised ValueError: on purpose" in str(error)
+    assert "rank 0 raised" in str(error), error
+    sys.exit(1)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("together", [2] * 5)
+def test_after_a_failed_rank_the_process_exits_with_its_own_code(together: int) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING_THREADS],
+            env=os.environ | {"PYTHONPATH": str(REPO / "src"), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(together)
+    ]
+    for run in runs:
+        _, stderr = run.communicate(timeout=120)
+        assert run.returncode == 1, stderr
+        assert stderr.count("\n") == 1, f"more than the line that names the backend: {stderr}"

@@ -6,7 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,8 @@ from torch.distributed import distributed_c10d
 from weft.errors import ConfigError, LaunchError, StateError
 from weft.launcher import RankPool, child, init, launch
 from weft.testing.pool import shared_pool
-from weft.testing.ranks import on_ranks
+
+pytestmark = pytest.mark.processes
 
 REPO = Path(__file__).parents[2]
 
@@ -293,53 +293,3 @@ def test_closed_pool_says_so() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     pool.close()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("scale", [1, 2])
-@on_ranks(2, kind="process")
-def test_on_ranks_passes_parameters_and_fixtures(scale: int, tmp_path: Path) -> None:
-    assert tmp_path.is_dir()
-    assert dist.get_world_size() == 2
-    assert sum_of_ranks() * scale == scale
-
-
-def rank_is_five() -> None:
-    rank = dist.get_rank()
-    assert rank == 5
-
-
-@pytest.mark.full
-def test_on_ranks_shows_every_ranks_traceback_and_asserts_as_pytest_shows_them() -> None:
-    with pytest.raises(LaunchError) as caught:
-        on_ranks(2, kind="process")(rank_is_five)()
-    for rank in range(2):
-        assert "assert rank == 5" in caught.value.failures[rank]
-        assert f"assert {rank} == 5" in caught.value.failures[rank]
-        assert "weft/testing" not in caught.value.failures[rank]
-    assert isinstance(caught.value.__cause__, AssertionError)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["process", "thread"])
-def test_on_ranks_treats_warnings_as_the_run_does(kind: str) -> None:
-    @on_ranks(2, kind=kind)
-    def body():
-        warnings.warn("beware", UserWarning, stacklevel=1)
-
-    with pytest.raises(LaunchError, match="raised UserWarning: beware"):
-        body()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="BEWARE", category=UserWarning)
-        body()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["process", "thread"])
-def test_on_ranks_skips(kind: str) -> None:
-    @on_ranks(2, kind=kind)
-    def body():
-        pytest.skip("not today")
-
-    with pytest.raises(pytest.skip.Exception, match="not today"):
-        body()

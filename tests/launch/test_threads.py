@@ -18,6 +18,8 @@ from weft.errors import LaunchError, LaunchTimeoutError, PeerError
 from weft.launcher import launch
 from weft.launcher.stores import memory_store
 
+pytestmark = pytest.mark.threads
+
 
 def launch_threads(fn, ranks=2, **options):
     return launch(fn, ranks=ranks, kind="thread", **options)

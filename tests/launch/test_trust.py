@@ -24,6 +24,8 @@ from weft.local.introduction import Introduction
 from weft.testing.pool import shared_pool
 from weft.trust import install_secret, job_secret, make_secret
 
+pytestmark = pytest.mark.processes
+
 STRANGERS_USER = 65534
 
 

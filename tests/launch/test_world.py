@@ -16,6 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weft.launcher import launch
 from weft.launcher.world import RankWorld, is_rank_thread, isolated_worlds
 
+pytestmark = pytest.mark.threads
+
 
 def test_rank_world_has_every_attribute_of_torchs_world() -> None:
     """New state in distributed_c10d._World must get a place in RankWorld, or ranks will not find it."""

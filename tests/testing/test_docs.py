@@ -38,6 +38,7 @@ def block_path(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: re.findall(r"def (test_\w+)", block)[0])
 def test_a_block_of_the_page_passes(block: str, block_path: Path) -> None:
     tests = find_tests(load_block(block, block_path))

@@ -1,18 +1,83 @@
-"""Faults on thread-ranks: raise, hang and open, and what is refused."""
+"""Faults: what they fit, where they raise, hang, open, kill and stop, and what is refused."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
+from tests.ranks import run_on
 from weft import comm
 from weft.errors import ConfigError, LaunchError, PeerError
-from weft.testing import Fault, inject, on_ranks, open_gate, random_fault
+from weft.testing import Fault, inject, open_gate, random_fault, shared_pool
+
+
+def test_a_fault_prints_as_the_code_that_makes_it() -> None:
+    fault = Fault(rank=1, action="kill", op="all_reduce", call=3)
+    assert repr(fault) == "Fault(rank=1, action='kill', op='all_reduce', call=3)"
+    assert eval(repr(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_at_call"),
+    [
+        (Fault(rank=0, action="kill"), True),
+        (Fault(rank=0, action="kill", call=2), True),
+        (Fault(rank=0, action="kill", op="barrier", step=1), True),
+        (Fault(rank=0, action="kill", feature="ddp", step=1), True),
+        (Fault(rank=0, action="kill", call=0, step=1), True),
+        (Fault(rank=0, action="kill", step=1), False),
+    ],
+)
+def test_a_step_alone_is_the_step_itself(fault: Fault, is_at_call: bool) -> None:
+    assert fault.is_at_call == is_at_call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"action": "explode"}, "action must be one of"),
+        ({"action": "kill", "error": ValueError()}, "error is for action='raise'"),
+        ({"action": "kill", "call": -1}, "call counts from 0; got -1"),
+        ({"action": "kill", "step": -2}, "step counts from 0; got -2"),
+    ],
+)
+def test_a_fault_that_can_not_be_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Fault(rank=0, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_seed_always_draws_the_same_fault() -> None:
+    draws = [random_fault(seed, ranks=4, ops=["all_reduce", "broadcast"], calls=5) for seed in range(200)]
+    again = [random_fault(seed, ranks=4, ops=["all_reduce", "broadcast"], calls=5) for seed in range(200)]
+    assert draws == again
+    assert {fault.rank for fault in draws} == {0, 1, 2, 3}
+    assert {fault.op for fault in draws} == {"all_reduce", "broadcast"}
+    assert {fault.call for fault in draws} == {0, 1, 2, 3, 4}
+    assert {fault.action for fault in draws} == {"kill", "stop"}
+
+
+def test_a_drawn_fault_tells_its_seed_and_can_be_made_again() -> None:
+    fault = random_fault(7, ranks=[1, 2], calls=3, actions=["raise"])
+    assert "seed=7" in repr(fault)
+    assert eval(repr(fault)) == fault
+    assert fault.rank in (1, 2)
+    assert fault.op is None
+
+
+def test_nothing_to_draw_from_is_refused() -> None:
+    with pytest.raises(ConfigError, match="calls=0"):
+        random_fault(0, ranks=2, calls=0)
+
+
+# On ranks that are threads
 
 
 def reduce_ones(feature: str = "user") -> float:
@@ -50,12 +115,12 @@ def calls_until_raised(fault: Fault, num_calls: int = 6) -> list[str]:
     ],
     ids=repr,
 )
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_a_fault_fires_at_its_call(fault: Fault, expected: list[str]) -> None:
     assert calls_until_raised(fault) == [*expected, "RuntimeError"]
 
 
-@on_ranks(2)
+@run_on(threads=2, timeout=60)
 def test_only_its_rank_fails_and_the_others_name_it() -> None:
     rank = dist.get_rank()
     error = ValueError("injected")
@@ -69,6 +134,7 @@ def test_only_its_rank_fails_and_the_others_name_it() -> None:
             assert faults.fired == ()
 
 
+@pytest.mark.threads
 def test_a_raised_fault_ends_the_launch() -> None:
     def body() -> None:
         with inject(Fault(1, "raise", op="all_reduce")):
@@ -81,7 +147,7 @@ def test_a_raised_fault_ends_the_launch() -> None:
         assert "injected: Fault(rank=1, action='raise', op='all_reduce')" in report
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_a_step_alone_fires_as_it_begins() -> None:
     seen: list[int] = []
     with inject(Fault(0, "raise", step=2, error=KeyError("two"))) as faults:
@@ -94,7 +160,7 @@ def test_a_step_alone_fires_as_it_begins() -> None:
     assert seen == [0, 1, 3]
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_the_feature_is_looked_at() -> None:
     with inject(Fault(0, "raise", feature="ddp")):
         reduce_ones("fsdp")
@@ -111,7 +177,7 @@ def test_the_feature_is_looked_at() -> None:
     ],
     ids=repr,
 )
-@on_ranks(2)
+@run_on(threads=2, timeout=60)
 def test_a_fault_that_never_fired_is_an_error_on_its_rank(fault: Fault, message: str) -> None:
     def body() -> None:
         with inject(fault) as faults:
@@ -126,7 +192,7 @@ def test_a_fault_that_never_fired_is_an_error_on_its_rank(fault: Fault, message:
         body()
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_a_fault_that_never_fired_is_an_error_also_after_another_error() -> None:
     with (
         pytest.raises(AssertionError, match="never fired") as caught,
@@ -136,13 +202,13 @@ def test_a_fault_that_never_fired_is_an_error_also_after_another_error() -> None
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_a_fault_may_be_allowed_not_to_fire() -> None:
     with inject(Fault(0, "raise", op="broadcast", must_fire=False)):
         reduce_ones()
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_nothing_fires_after_the_block() -> None:
     with inject(Fault(0, "raise", call=1, must_fire=False)):
         reduce_ones()
@@ -160,6 +226,7 @@ def own_group() -> dist.ProcessGroup:
     return groups[dist.get_rank()]
 
 
+@pytest.mark.threads
 def test_a_rank_hangs_until_its_gate_opens() -> None:
     passed = threading.Event()
 
@@ -179,6 +246,7 @@ def test_a_rank_hangs_until_its_gate_opens() -> None:
     weft.launch(body, ranks=2, kind="thread", timeout=30)
 
 
+@pytest.mark.threads
 def test_a_gate_is_opened_by_the_call_of_another_rank() -> None:
     num_calls = 0
 
@@ -199,13 +267,14 @@ def test_a_gate_is_opened_by_the_call_of_another_rank() -> None:
 
 
 @pytest.mark.parametrize("action", ["kill", "stop", "exit"])
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_what_would_end_the_process_is_refused_on_threads(action: str) -> None:
     with pytest.raises(ConfigError, match=f"would {action} the process of all thread-ranks"):
         inject(Fault(0, action)).__enter__()  # type: ignore[arg-type]
     assert comm.call.current_watchers() == ()
 
 
+@pytest.mark.threads
 def test_it_is_refused_too_where_the_block_stands_around_the_launch() -> None:
     with (
         inject(Fault(1, "kill", op="all_reduce")),
@@ -214,6 +283,7 @@ def test_it_is_refused_too_where_the_block_stands_around_the_launch() -> None:
         weft.launch(reduce_ones, ranks=2, kind="thread", timeout=20)
 
 
+@pytest.mark.threads
 def test_a_block_around_a_launch_of_threads_counts_each_rank_apart() -> None:
     def body() -> int:
         group = own_group()
@@ -228,12 +298,13 @@ def test_a_block_around_a_launch_of_threads_counts_each_rank_apart() -> None:
         assert weft.launch(body, ranks=2, kind="thread", timeout=20) == [3, 2]
 
 
-@on_ranks(2)
+@run_on(threads=2, timeout=60)
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ConfigError, match="outside this world of 2"):
         inject(Fault(2, "raise")).__enter__()
 
 
+@pytest.mark.threads
 def test_a_random_fault_can_be_replayed_from_the_error() -> None:
     fault = random_fault(11, ranks=2, ops=["all_reduce"], calls=3, actions=["raise"])
 
@@ -248,3 +319,52 @@ def test_a_random_fault_can_be_replayed_from_the_error() -> None:
     assert printed
     assert {eval(text) for text in printed} == {fault}
     assert "seed=11" in printed[0]
+
+
+# On processes, which they end
+
+
+def reduce_five_times(fault: Fault) -> None:
+    with inject(fault):
+        for _ in range(5):
+            comm.all_reduce(torch.ones(4)).wait()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("action", "headline"),
+    [("kill", "died: killed by SIGKILL"), ("exit", "died: exited with code 1")],
+)
+def test_a_rank_dies_at_its_call_and_the_other_names_it(action: Any, headline: str) -> None:
+    fault = Fault(1, action, op="all_reduce", call=3)
+    with pytest.raises(LaunchError) as caught:
+        shared_pool(2).run(reduce_five_times, args=(fault,), timeout=30)
+    failures = caught.value.failures
+    assert headline in failures[1]
+    assert "PeerError" in failures[0]
+    assert "rank 1" in failures[0]
+    # The rank that died can tell nothing any more: the others say what was injected.
+    assert f"injected: {fault!r}" in failures[0]
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_stopped_rank_goes_on_when_it_is_continued() -> None:
+    pool = shared_pool(2)
+
+    def body(pids: list[int]) -> float:
+        with inject(Fault(1, "stop", op="all_reduce")):
+            if dist.get_rank() == 0:
+                # The parent's SIGCHLD is the launcher's; the peer asks the kernel.
+                while _state_of(pids[1]) != "T":
+                    os.sched_yield()
+                os.kill(pids[1], signal.SIGCONT)
+            return comm.all_reduce(torch.ones(1)).wait().item()
+
+    assert pool.run(body, args=(pool.pids,), timeout=30) == [2.0, 2.0]
+
+
+def _state_of(pid: int) -> str:
+    """The kernel's letter for what a process does; T: stopped by a signal."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]

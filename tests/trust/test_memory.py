@@ -128,6 +128,7 @@ def test_what_is_gone_is_said_to_be_gone() -> None:
         open_peer_memory(4194303, *place[1:])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_memory_of_another_user_is_refused() -> None:
     """Its process is refused; and so is its file, in the hands of a process of this user."""

@@ -127,6 +127,7 @@ print(read_exposed_secret(json.loads(sys.argv[1])).derive("test").hex())
 """
 
 
+@pytest.mark.processes
 def test_another_process_of_this_user_reads_what_is_exposed() -> None:
     secret = make_secret()
     place = expose_secret(secret)
@@ -140,6 +141,7 @@ def test_another_process_of_this_user_reads_what_is_exposed() -> None:
         os.write(place[1], b"other")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_can_not_read_what_is_exposed() -> None:
     place = expose_secret(make_secret())

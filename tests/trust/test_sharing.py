@@ -151,6 +151,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_secret_that_another_user_exposes_is_refused() -> None:
     stranger = subprocess.Popen(

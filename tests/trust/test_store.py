@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.local_bodies import store_fuzz
+from tests.trust import store_fuzz
 from weft.errors import TamperedError
 from weft.launcher import agreement
 from weft.trust import SealedStore, check_integer, make_secret, peer_memory

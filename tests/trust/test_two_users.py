@@ -15,6 +15,8 @@ import pytest
 from tests.rpc_bodies.strangers import find_doors
 from weft.launcher.stores import free_port
 
+pytestmark = pytest.mark.processes
+
 REPO = Path(__file__).resolve().parents[2]
 OWNER, STRANGER = 64_001, 64_002
 SECS = 120

@@ -130,6 +130,7 @@ def test_a_missing_name_is_found(path: str) -> None:
     assert not check.is_there(path)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.1+cpu", "3.0.0.dev20270101"])
 def test_a_release_beyond_the_tested_is_named_once(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
+from tests.ranks import run_on
 from weft import comm
 from weft.errors import ConfigError, LaunchError, PeerError
-from weft.testing import Fault, Trace, Tracer, assert_same, bare, compare, inject, on_ranks, train
+from weft.testing import Fault, Trace, Tracer, assert_same, bare, compare, inject, train
 from weft.testing.models import (
     MLP,
     BranchingMLP,
@@ -61,6 +62,7 @@ def by_hand(model: nn.Module, *, divide: bool = True, skip: str = "", rank_only:
 torch_library = library(DistributedDataParallel)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(
     ("model", "arguments", "backend"),
     [
@@ -79,17 +81,20 @@ def test_torch_ddp_equals_a_single_process(
     assert traces[0].losses != traces[1].losses
 
 
+@pytest.mark.threads
 def test_buffers_are_compared_with_the_references() -> None:
     compare(body_of(NormedMLP), torch_library, torch_library, single=None)
     with pytest.raises(AssertionError, match=r"step 1, buffer of 'norm\.running_mean', rank 1"):
         compare(body_of(NormedMLP), torch_library, library(by_hand), single=None)
 
 
+@pytest.mark.threads
 def test_another_library_that_is_right_passes() -> None:
     traces = compare(body_of(MLP), torch_library, library(by_hand), ranks=4)
     assert [trace.rank for trace in traces] == [0, 1, 2, 3]
 
 
+@pytest.mark.threads
 def test_one_that_never_syncs_is_found_although_it_equals_itself() -> None:
     never = library(lambda model: model)
     with pytest.raises(AssertionError, match="rank 0 and rank 1 differ at step 0, gradient"):
@@ -99,6 +104,7 @@ def test_one_that_never_syncs_is_found_although_it_equals_itself() -> None:
     compare(body_of(MLP), never, never, ranks_agree=False, single=None)  # which is why there are the others
 
 
+@pytest.mark.threads
 def test_a_sum_in_place_of_a_mean_is_found_by_the_single_process() -> None:
     summing = library(lambda model: by_hand(model, divide=False))
     with pytest.raises(AssertionError, match="reference and candidate differ at step 0, gradient"):
@@ -107,18 +113,21 @@ def test_a_sum_in_place_of_a_mean_is_found_by_the_single_process() -> None:
         compare(body_of(MLP), summing, summing)
 
 
+@pytest.mark.threads
 def test_one_parameter_that_is_left_out_is_named() -> None:
     forgetful = library(lambda model: by_hand(model, skip="layers.1.bias"))
     with pytest.raises(AssertionError, match=r"step 0, gradient of 'layers\.1\.bias', rank 1"):
         compare(body_of(MLP), torch_library, forgetful)
 
 
+@pytest.mark.threads
 def test_one_rank_that_is_off_is_named() -> None:
     off = library(lambda model: by_hand(model, rank_only=2))
     with pytest.raises(AssertionError, match="rank 0 and rank 2 differ at step 0, gradient"):
         compare(body_of(MLP), None, off, ranks=4)
 
 
+@pytest.mark.threads
 def test_ranks_that_start_apart_are_found() -> None:
     def body(library: Any) -> Trace:
         model = MLP(seed=dist.get_rank())
@@ -129,6 +138,7 @@ def test_ranks_that_start_apart_are_found() -> None:
         compare(body, None, library(by_hand))
 
 
+@pytest.mark.threads
 def test_a_failure_in_the_body_is_the_launchs_error() -> None:
     def body(library: Any) -> Trace:
         raise KeyError("body")
@@ -137,6 +147,7 @@ def test_a_failure_in_the_body_is_the_launchs_error() -> None:
         compare(body, bare, bare)
 
 
+@pytest.mark.threads
 def test_a_body_must_return_a_trace_with_steps() -> None:
     with pytest.raises(ConfigError, match="on rank 0 it returned None"):
         compare(lambda library: None, bare, bare)  # type: ignore[arg-type, return-value]
@@ -154,12 +165,13 @@ def sharded_body(library: Any) -> Trace:
     return train(model, batches, optimizer=lambda parameters: Adam(parameters, lr=0.01))
 
 
+@pytest.mark.threads
 def test_shards_are_compared_as_full_tensors() -> None:
     traces = compare(sharded_body, None, SimpleNamespace(fully_shard=fully_shard), ranks=2)
     assert traces[0].parameters["head.weight"].shape == (16, 8)
 
 
-@on_ranks(2)
+@run_on(threads=2, timeout=60)
 def test_a_tracer_records_a_loop_of_ones_own() -> None:
     def run(num_parts: int) -> Trace:
         model = DistributedDataParallel(MLP())
@@ -181,7 +193,7 @@ def test_a_tracer_records_a_loop_of_ones_own() -> None:
     assert_same(run(1), run(2))
 
 
-@on_ranks(2)
+@run_on(threads=2, timeout=60)
 def test_train_tells_faults_of_its_steps() -> None:
     model = by_hand(MLP())
     expected = OSError if dist.get_rank() == 0 else PeerError
@@ -190,3 +202,17 @@ def test_train_tells_faults_of_its_steps() -> None:
             train(model, make_batches(MLP(), 3), before_step=faults.next_step)
         assert faults.next_step() == 2
         dist.destroy_process_group()  # what a rank that failed does; the peer waits for it
+
+
+def ddp_body(library: Any) -> Trace:
+    return train(library.DistributedDataParallel(MLP()), [batch.shard() for batch in make_batches(MLP(), 2)])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["weft", "gloo"])
+def test_parity_over_processes(backend: str) -> None:
+    never = SimpleNamespace(DistributedDataParallel=lambda model: model)
+    torch_library = SimpleNamespace(DistributedDataParallel=DistributedDataParallel)
+    compare(ddp_body, torch_library, torch_library, kind="process", backend=backend)
+    with pytest.raises(AssertionError, match="rank 0 and rank 1 differ"):
+        compare(ddp_body, torch_library, never, kind="process", backend=backend)
