@@ -187,7 +187,7 @@ def test_reduce_scatter_of_every_dtype(bounds: None) -> None:
 
 
 def test_buffers_that_are_used_again_hold_nothing(bounds: None) -> None:
-    """Buffers are used again: what one call left in them doesn't show in the next."""
+    """What one call left in them doesn't show in the next."""
     for _ in range(2):
         for case in ("tiny", "padded", "a large padded one", "a large one"):
             reduce(spread_of(case, num_ranks()), torch.float32, dist.ReduceOp.SUM, missing=True)
@@ -195,7 +195,7 @@ def test_buffers_that_are_used_again_hold_nothing(bounds: None) -> None:
 
 
 def test_several_are_under_way(bounds: None) -> None:
-    """Handles are waited for in the reverse order."""
+    """They are waited for in the reverse order."""
     spreads = [spread_of(case, num_ranks()) for case in ("tiny", "tiny", "medium")]
     outs = [torch.zeros(spread.shard_numel) for spread in spreads]
     handles = [
