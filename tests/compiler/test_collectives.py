@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from tests.compiler.pairs import MAY_WARN
-from tests.local_bodies.inputs import (
+from tests.local.inputs import (
     assert_same,
     functional_all_gather,
     me,

@@ -1,4 +1,4 @@
-"""Compiled modules on a GPU that two ranks share, by the local group, against the same without a compiler."""
+"""Compiled modules on a GPU that ranks share, against the same without a compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_on
 from weft.comm_hooks import default_hooks
 from weft.compiler import settings
 
-pytestmark = [run_on(gpu=2, **LONG), MAY_WARN]
+pytestmark = MAY_WARN
 
 
 def make_model() -> nn.Module:
@@ -41,7 +41,8 @@ def check_steps(module: Any, plain: Any, compiled: Any) -> None:
             torch.testing.assert_close(param.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("is_narrow", [False, True], ids=["mean", "bf16"])
+@run_on(gpu=2, is_narrow=[False, True], **LONG)
+@run_on(nccl=2, is_narrow=[False], timeout=200, collective_timeout=200)
 @pytest.mark.parametrize("form", [None, "concat", "coalesced"])
 def test_replicated(form: str | None, is_narrow: bool) -> None:
     torch.cuda.set_device(0)
@@ -57,6 +58,8 @@ def test_replicated(form: str | None, is_narrow: bool) -> None:
         torch.compiler.reset()
 
 
+@run_on(gpu=2, **LONG)
+@run_on(nccl=(2, 4), timeout=200)
 def test_sharded() -> None:
     torch.cuda.set_device(0)
     module, plain = (weft.fully_shard(make_model()) for _ in range(2))

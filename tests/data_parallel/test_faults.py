@@ -13,7 +13,7 @@ import weft
 from tests.data_parallel.deaths import Round, sightings, train_until_only_one_is_left
 from tests.data_parallel.libraries import DistributedDataParallel, weft_only
 from tests.data_parallel.twins import Twin, make_rows, mean_square, net, refusal_of, rows_of
-from tests.local_bodies.deaths import nothing_left_behind, run_to_the_end
+from tests.local.deaths import nothing_left_behind, run_to_the_end
 from tests.ranks import run_on
 from weft.testing import Fault, inject
 

@@ -1,6 +1,9 @@
-"""Data parallel on CUDA: ranks that share one GPU on the local group, and one rank on nccl.
+"""Data parallel on CUDA: ranks that share a GPU, on the local group and on nccl.
 
-On nccl a hook makes the reducer work: without one a group of a single rank has nothing to do."""
+On one rank of nccl a hook makes the reducer work: without one a group of a single rank has nothing to do. Two
+and four take each other for other hosts and talk over sockets: slow, but communicators, streams and the order
+of collectives are real.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from weft.data_parallel import MixedPrecision
 
 pytestmark = [
     run_on(gpu=2, nccl=1, timeout=60, collective_timeout=20),
+    run_on(nccl=(2, 4)),
     pytest.mark.filterwarnings("default"),  # torch has some for GPUs, other ones with each release
 ]
 

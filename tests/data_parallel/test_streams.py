@@ -19,6 +19,7 @@ from tests.ranks import run_on
 
 pytestmark = [
     run_on(gpu=2, nccl=1, timeout=60, collective_timeout=20),
+    run_on(nccl=(2, 4)),
     pytest.mark.filterwarnings("default"),  # torch has some for GPUs, other ones with each release
 ]
 
@@ -141,6 +142,7 @@ def peak_bytes(make: Callable[[], nn.Module]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@run_on(gpu=2, nccl=1, timeout=60, collective_timeout=20)
 def test_memory() -> None:
     """As much as torch's DDP without copies of gradients, and a bucket: gradients wait for it to be full."""
     is_alone = dist.get_world_size() == 1

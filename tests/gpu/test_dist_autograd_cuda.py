@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
 from tests.rpc_bodies.remote_module_workers import from_worker0
-from tests.rpc_bodies.running import on_processes, on_threads
+from tests.rpc_bodies.running import joined, on_processes, on_threads
 from weft import RemoteModule, dist_autograd, rpc
+from weft.launcher.backends import GPU_EACH
+from weft.testing import shared_pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -145,3 +148,17 @@ def train_replicated(worker: Any) -> None:
 
 def test_data_parallel_under_it() -> None:
     on_processes(train_replicated, **MAPS)
+
+
+def train_beside_nccl() -> None:
+    """With device maps, and data parallel on nccl under it."""
+    size = dist.get_world_size()
+    with joined("weft.rpc", device_maps={f"worker{rank}": {0: 0} for rank in range(size)}) as worker:
+        train_replicated(worker)
+        dist.barrier()
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_beside_nccl(ranks: int) -> None:
+    shared_pool(ranks).run(train_beside_nccl, backend=GPU_EACH, timeout=120, collective_timeout=40)

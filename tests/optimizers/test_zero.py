@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.data_parallel.twins import filled, make_rows, rows_of
 from tests.ranks import run_on
 from weft import DistributedDataParallel
 from weft.comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -381,3 +382,27 @@ def test_steps_inside_backward(wrap: Any, inner: Any, optimizer: str, shard_buck
         return zero
 
     assert_equal(train(model, make), expected)
+
+
+@run_on(nccl=(2, 4))
+def test_uneven_inputs_on_nccl_have_the_steps_of_one_adam() -> None:
+    """Each rank steps a part of the parameters; with uneven inputs, and what a single Adam makes of it."""
+    model, single = (filled(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))).cuda() for _ in "ab")
+    parallel = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.Adam, lr=0.01)
+    other = torch.optim.Adam(single.parameters(), lr=0.01)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = [make_rows(step).cuda() for step in range(1 + size)]
+    with Join([parallel, optimizer]):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            parallel(rows_of(rows[step], rank)).square().mean().backward()
+            optimizer.step()
+    for step in range(1 + size):
+        other.zero_grad()
+        active = [other_rank for other_rank in range(size) if step < 2 + other_rank]
+        losses = [single(rows_of(rows[step], one)).square().mean() for one in active]
+        (torch.stack(losses).sum() / size).backward()
+        other.step()
+    for mine, right in zip(parallel.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-9)

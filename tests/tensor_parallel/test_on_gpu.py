@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
-from tests.local_bodies.deaths import run_to_the_end
+from tests.local.deaths import run_to_the_end
 from tests.ranks import run_on
 from tests.tensor_parallel.models import MLP, Language, gathering_plan, mlp_plan, sequence_plan
 from tests.tensor_parallel.twins import (

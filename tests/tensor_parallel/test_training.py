@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import weft
 from tests.data_parallel.deaths import Sighting, sightings
-from tests.local_bodies.deaths import nothing_left_behind, run_to_the_end
+from tests.local.deaths import nothing_left_behind, run_to_the_end
 from tests.ranks import run_on
 from tests.tensor_parallel.models import (
     MLP,

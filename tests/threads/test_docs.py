@@ -1,6 +1,6 @@
 """The Python blocks of the documents run as they stand.
 
-Those of testing.md are test files: tests/threads/test_testing_docs.py runs them. The README's are in
+Those of testing.md are test files: tests/testing/test_docs.py runs them. The README's are in
 tests/repo/test_readme.py, and so is what the documents show of commands.
 """
 

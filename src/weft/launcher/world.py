@@ -1,6 +1,6 @@
 """c10d's idea of "the world this process is in", made one a rank.
 
-All private torch APIs of the launcher are here; tests/threads/test_launch_world.py names each.
+All private torch APIs of the launcher are here; tests/launch/test_world.py names each.
 
 - `distributed_c10d._world` and `_World`: WorldSwitch takes the place of the first. When they move,
   thread-ranks share one world and fail at init.
