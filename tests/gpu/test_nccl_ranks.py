@@ -30,7 +30,7 @@ from tests.gpu import test_dist_autograd_cuda as dist_autograd
 from tests.join import test_join as joins
 from tests.rpc_bodies.running import joined
 from tests.tensor_parallel import test_streams as split_streams
-from tests.train_bodies.runs import SMALL, alone, run_each, same_as
+from tests.train.runs import SMALL, alone, run_each, same_as
 from weft.comm.handle import Handle
 from weft.join import Join
 from weft.launcher.backends import GPU_EACH
