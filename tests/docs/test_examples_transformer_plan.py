@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    whole: Any = tensor.detach()
+    return whole.full_tensor() if isinstance(tensor, DTensor) else whole
 
 
 @pytest.mark.parametrize("data_parallel", ["replicate", "fully_shard"])

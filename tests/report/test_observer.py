@@ -31,8 +31,10 @@ def test_a_run_of_two_ranks(tmp_path: Path) -> None:
 
     def body() -> tuple[float, int]:
         observer = Observer(directory, {"strategy": "by hand", "options": {"lr": 0.1}})
+        steps = []
         for number in range(3):
             with observer.step(number) as step:
+                steps.append(step)
                 with observer.span("forward"):
                     comm.all_reduce(torch.ones(8), feature="ddp", label="bucket 0", is_waited=True)
                 handle = comm.broadcast(torch.ones(2), 0)
@@ -43,7 +45,7 @@ def test_a_run_of_two_ranks(tmp_path: Path) -> None:
         observer.tell(buckets=[{"label": f"rank {dist.get_rank()}", "num_bytes": 32, "parameters": ["w"]}])
         observer.close()
         observer.close()
-        return step.figures.wait_secs, step.figures.bytes_in
+        return steps[-1].figures.wait_secs, steps[-1].figures.bytes_in
 
     for wait_secs, bytes_in in weft.launch(body, ranks=2, kind="thread", backend="weft", timeout=60):
         assert wait_secs > 0
