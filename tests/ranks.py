@@ -201,7 +201,7 @@ def _value_id(value: Any) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
-    where = pyfuncitem.funcargs.get("collected_for")
+    where: Any = pyfuncitem.funcargs.get("collected_for")
     if where is None:
         return None
     names = inspect.signature(pyfuncitem.function).parameters

@@ -18,7 +18,6 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "kills"
     [
         ("rpc", 2, "2 of 2 kills of RPC workers"),
         ("local", 3, "3 of 3 kills of ranks"),
-        ("checkpoints", 8, "8 of 8 kills of writers of checkpoints"),
     ],
 )
 def test_the_script(kind: str, kills: int, what: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.anywhere.confine import NO_PRIVILEGE
-from tests.train_bodies.commands import REPO, environment
+from tests.train.commands import REPO, environment
 
 pytestmark = pytest.mark.processes
 

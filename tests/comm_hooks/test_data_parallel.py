@@ -156,11 +156,11 @@ def test_a_parameter_that_one_rank_does_not_use() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.both(x) if dist.get_rank() else self.one(self.both(x))
 
-    model = weft.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
+    model: Any = weft.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
     model.register_comm_hook(None, quantization_perchannel_hook)
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
-        grad = model.module.one.weight.grad
+        grad: torch.Tensor | None = model.module.one.weight.grad
         assert grad is not None
         gathered = [torch.empty_like(grad) for _ in range(2)]
         dist.all_gather(gathered, grad)
@@ -216,7 +216,7 @@ class Table(nn.Module):
 def test_sparse_gradients_pass_through(hook: str) -> None:
     """Hooks that can't compress them: they travel in order, as they are."""
     torch.cuda.set_device(0)
-    model = weft.DistributedDataParallel(Table().cuda(), bucket_cap_mb=0.0001)
+    model: Any = weft.DistributedDataParallel(Table().cuda(), bucket_cap_mb=0.0001)
     hooks: dict[str, tuple[Any, Any]] = {
         "allreduce": (None, default_hooks.allreduce_hook),
         "int8": (None, quantization_perchannel_hook),
@@ -231,7 +231,8 @@ def test_sparse_gradients_pass_through(hook: str) -> None:
         model(torch.tensor([dist.get_rank(), 3]).cuda()).sum().backward()
         for rank in range(2):
             (single(torch.tensor([rank, 3]).cuda()).sum() / 2).backward()
-        found, right = model.module.rows.weight.grad, single.rows.weight.grad
+        found: torch.Tensor | None = model.module.rows.weight.grad
+        right: torch.Tensor | None = single.rows.weight.grad
         assert found is not None
         assert right is not None
         assert found.is_sparse

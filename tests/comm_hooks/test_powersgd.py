@@ -216,12 +216,12 @@ def test_a_step_that_is_not_finite_shows_and_passes(hook: Any, bad: float) -> No
     bucket, _ = low_rank_bucket()
     bucket.buffer()[7] = bad
     assert not run(hook, state, bucket)[7].isfinite()
-    for _ in range(2):
+    for is_last in (False, True):
         bucket, mean = low_rank_bucket()
         result = run(hook, state, bucket)
         assert result.isfinite().all()
-    if hook is powerSGD_hook:
-        torch.testing.assert_close(result.double(), mean, rtol=0, atol=float(mean.abs().max()) * 0.02)
+        if is_last and hook is powerSGD_hook:
+            torch.testing.assert_close(result.double(), mean, rtol=0, atol=float(mean.abs().max()) * 0.02)
 
 
 @run_on(threads=2)

@@ -14,8 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardDim
 
 import weft
+import weft.compiler
 import weft.tensor_parallel as tp
 from tests.compiler.pairs import LONG, MAY_WARN, WIDTH, filled, fresh
 from tests.compiler.sharded_twins import (
@@ -145,7 +147,7 @@ def test_other_dims() -> None:
         return filled(nn.Sequential(nn.Linear(WIDTH, 9), *shape), dtype=torch.float32)
 
     def by_dim(param: nn.Parameter) -> Any:
-        return torch.distributed.tensor.Shard(param.ndim - 1 if param.ndim < 3 else 1)
+        return ShardDim(param.ndim - 1 if param.ndim < 3 else 1)
 
     Twins(make, lambda module: whole(module, shard_placement_fn=by_dim)).train()
     assert_in_graph()

@@ -298,7 +298,7 @@ def test_compiled_optimizer() -> None:
         per_block(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         steps.append(optimizer.step if steps else torch.compile(optimizer.step, backend="aot_eager"))
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: list[tuple[Any, Tensor]] = []
     for salt in range(4):
         if salt == 2:
             torch.compiler.reset()  # which forgets what is to be called before a trace

@@ -88,7 +88,7 @@ def places() -> Generator[set[tuple[int, int]]]:
         seen.add((id(bucket), at))
         return place(bucket, reduction, at)
 
-    DenseBucket.destination = note
+    DenseBucket.destination = note  # type: ignore[method-assign]
     try:
         yield seen
     finally:
@@ -199,6 +199,7 @@ def test_many_of_one_class() -> None:
     fresh()
     plain, under = (nn.Sequential(*(filled(Wide(), seed) for seed in range(10))) for _ in range(2))
     for model in (plain, under):
+        block: Any
         for block in model:
             block.turned.data.mul_(0.1)
             weft.replicate(block)
@@ -207,8 +208,9 @@ def test_many_of_one_class() -> None:
     for salt in range(3):
         for model in (plain, under):
             model.zero_grad()
-            x: Any = make_rows(dist.get_rank(), salt)
-            sum(block(x).square().mean() for block in model).backward()
+            x = make_rows(dist.get_rank(), salt)
+            loss: Any = sum(block(x).square().mean() for block in model)
+            loss.backward()
         for one, other in zip(plain.parameters(), under.parameters(), strict=True):
             assert one.grad is not None
             assert torch.equal(one.grad, other.grad)

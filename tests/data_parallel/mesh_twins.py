@@ -224,7 +224,7 @@ def assert_lies_as(grad: torch.Tensor, param: DTensor) -> None:
     assert grad.to_local().shape == param.to_local().shape
 
 
-def local_grads(model: nn.Module) -> list[torch.Tensor]:
+def local_grads(model: Any) -> list[torch.Tensor]:
     """In memory: what the gradients are made of."""
     with torch.no_grad():
         return [

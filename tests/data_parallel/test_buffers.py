@@ -33,7 +33,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.inner = nn.Module()
+        self.inner: Any = nn.Module()
         self.inner.register_buffer("count", torch.zeros(3))
         self.register_buffer("ignored", torch.zeros(1))
 
@@ -63,7 +63,8 @@ def step(ddp: DistributedDataParallel) -> None:
     "location", [PRE, POST, TorchLocation.PRE_FORWARD, TorchLocation.POST_FORWARD], ids=str
 )
 def test_runs_before_or_after_forward(location: Any) -> None:
-    ddp, names = make(), list[list[str]]()
+    ddp: Any = make()
+    names: list[list[str]] = []
     ddp._register_buffer_comm_hook(names, add_up, location)
     before = [0.0, 0.0]  # what the two ranks have
     for _ in range(3):
@@ -96,7 +97,7 @@ def test_futures_are_waited_for_at_the_end_of_backward() -> None:
 
 
 def test_futures_of_collectives() -> None:
-    ddp = make()
+    ddp: Any = make()
 
     def add_up_later(_: None, buffers: dict[str, torch.Tensor]) -> list[Any]:
         works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers.values()]
@@ -108,7 +109,8 @@ def test_futures_of_collectives() -> None:
 
 
 def test_without_sync_no_hook_runs_and_copies_have_it() -> None:
-    ddp, names = make(), list[list[str]]()
+    ddp: Any = make()
+    names: list[list[str]] = []
     ddp._register_buffer_comm_hook(names, add_up, PRE)
     step(ddp)
     with ddp.no_sync():
@@ -124,7 +126,7 @@ def test_without_sync_no_hook_runs_and_copies_have_it() -> None:
 
 
 def test_the_default_as_a_hook() -> None:
-    ddp = make()
+    ddp: Any = make()
     ddp._register_buffer_comm_hook(
         None, lambda _, buffers: ddp._default_broadcast_coalesced(list(buffers.values()))
     )
@@ -174,6 +176,10 @@ def test_broadcast_bucket_size() -> None:
 class Counted(nn.Module):
     """Buffers that each rank changes in its own way before a forward."""
 
+    mean: torch.Tensor
+    count: torch.Tensor
+    scratch: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = filled(nn.Linear(WIDTH, WIDTH))
@@ -193,7 +199,7 @@ class Counted(nn.Module):
 
 @run_on(threads=3)
 def test_buffers_are_broadcast_in_each_forward() -> None:
-    parallel = libraries.DistributedDataParallel(Counted())
+    parallel: Any = libraries.DistributedDataParallel(Counted())
     for step in range(3):
         parallel.module.change(10 * step + dist.get_rank() + 1)
         mean_square(parallel, rows_of(make_rows(), dist.get_rank()), 0).backward()
@@ -201,7 +207,7 @@ def test_buffers_are_broadcast_in_each_forward() -> None:
 
 
 def test_buffers_are_left_alone_where_they_are_not_synced() -> None:
-    parallel = libraries.DistributedDataParallel(Counted(), forward_sync_buffers=False)
+    parallel: Any = libraries.DistributedDataParallel(Counted(), forward_sync_buffers=False)
     for step in range(2):
         mine = 10 * step + dist.get_rank() + 1
         parallel.module.change(mine)
@@ -231,7 +237,7 @@ def test_broadcast_buffers_is_about_the_construction_too() -> None:
 
 
 def test_under_no_sync_buffers_are_not_broadcast() -> None:
-    parallel = libraries.DistributedDataParallel(Counted())
+    parallel: Any = libraries.DistributedDataParallel(Counted())
     parallel.module.change(dist.get_rank() + 1)
     with parallel.no_sync():
         parallel(make_rows()).sum().backward()

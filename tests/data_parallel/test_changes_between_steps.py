@@ -7,6 +7,7 @@ or an error with its name; a gradient that differs from rank to rank without a w
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_autograd_grad_on_one_rank_alone_leaves_ranks_in_step() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_a_parameter_may_be_frozen_after_wrapping(num_before: int) -> None:
-    model = DistributedDataParallel(Two())
+    model: Any = DistributedDataParallel(Two())
     for _ in range(num_before):
         run_step(model)
     model.module.a.weight.requires_grad_(False)

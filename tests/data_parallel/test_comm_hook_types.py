@@ -57,14 +57,14 @@ def make_input() -> torch.Tensor:
 
 def local_gradient(rank: int) -> torch.Tensor:
     """What one process gets for a rank's part alone."""
-    model = Powers()
+    model: Any = Powers()
     model(make_input(), rank).mean().backward()
     return model.t0.p.grad
 
 
 def right_gradient() -> torch.Tensor:
     """What a single process gets for the parts of all ranks."""
-    model = Powers()
+    model: Any = Powers()
     ranks = range(dist.get_world_size())
     torch.stack([model(make_input(), rank).mean() for rank in ranks]).mean().backward()
     return model.t0.p.grad
@@ -78,6 +78,7 @@ def gradient(hook_type: Any = None) -> torch.Tensor:
         register_ddp_comm_hook(comm_hook_type=hook_type, model=model, state=group)
     model(make_input(), dist.get_rank()).mean().backward()
     (param,) = model.parameters()
+    assert param.grad is not None
     return param.grad
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_models_with_other_numbers_of_parameters_are_an_error() -> None:
 @pytest.mark.parametrize("bucket_cap", [0.0001, pytest.param(25, marks=FULL)])
 @run_on(threads=4)
 def test_parameters_and_buffers_are_broadcast_from_the_first_rank(bucket_cap: float) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
     filled(model, seed=dist.get_rank())
     model[1].running_mean.fill_(dist.get_rank() + 1)
     model[1].num_batches_tracked.fill_(dist.get_rank() + 1)

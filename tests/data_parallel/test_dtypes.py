@@ -6,6 +6,8 @@ precision included, and gradients can be compared to the bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,7 +55,8 @@ def train(model: nn.Module, steps: int = 3, **options: object) -> Twin:
         twin.parallel.zero_grad()
         twin.single.zero_grad()
         twin.parallel(rank, step).backward()
-        (sum(twin.single(r, step) for r in range(world_size)) / world_size).backward()
+        loss: Any = sum(twin.single(r, step) for r in range(world_size))
+        (loss / world_size).backward()
         twin.check(tolerance=0.0)
     return twin
 

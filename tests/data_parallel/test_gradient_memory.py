@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
+def grads(model: Any) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters()]
 
 
@@ -192,7 +193,7 @@ def test_batched_copies_change_nothing() -> None:
 @VIEW
 def test_the_model_is_freed(view: bool) -> None:
     """Nothing but cycles keeps a model that nobody holds."""
-    parallel = DistributedDataParallel(net(), gradient_as_bucket_view=view)
+    parallel: Any = DistributedDataParallel(net(), gradient_as_bucket_view=view)
     for _ in range(2):
         parallel(make_rows()).sum().backward()
     weight = weakref.ref(parallel.module[0].weight)
@@ -267,7 +268,7 @@ def test_gradients_add_up_onto_data_that_was_assigned() -> None:
 
 def test_a_change_of_memory_format_after_wrapping_leaves_the_mean() -> None:
     rows = torch.full((2, 3, 5, 5), dist.get_rank() + 1.0)
-    model = warmed_up(nn.Conv2d(3, 4, 3), rows)
+    model: Any = warmed_up(nn.Conv2d(3, 4, 3), rows)
     model.to(memory_format=torch.channels_last)
     model.zero_grad()
     model(rows * 3).sum().backward()
@@ -291,7 +292,7 @@ def test_a_change_of_dtype_after_wrapping_is_an_error_or_right(set_to_none: bool
 
 def test_a_kept_gradient_stays_while_others_add_up() -> None:
     rows = my_rows()
-    model = warmed_up(two_layers(), rows)
+    model: Any = warmed_up(two_layers(), rows)
     weight = model.module[0].weight
     kept = weight.grad
     before = kept.clone()

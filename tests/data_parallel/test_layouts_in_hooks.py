@@ -25,7 +25,8 @@ class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        conv: Any = nn.Conv2d(3, 4, 2)
+        self.conv = conv.to(memory_format=torch.channels_last)
         self.matrix = nn.Parameter(torch.zeros(5, 4).t())
         for param in self.parameters():
             param.data.copy_(torch.randn(param.shape, generator=generator))

@@ -81,13 +81,13 @@ def test_gradients_that_the_user_keeps_keep_their_values() -> None:
             assert torch.equal(full(grad), value)
 
 
-def kept_dtensors(model: nn.Module) -> list[torch.Tensor]:
+def kept_dtensors(model: nn.Module) -> list[Any]:
     return [param.grad for param in model.parameters() if isinstance(param, DTensor)]
 
 
 def kept_locals(model: nn.Module) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [param.grad.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+        return [grad.to_local() for grad in kept_dtensors(model)]
 
 
 def test_the_mean_is_copied_into_a_gradient_of_the_users_own() -> None:
@@ -182,6 +182,7 @@ def test_a_gradient_hook_sees_the_parameters_and_local_numbers() -> None:
             assert param is twin.params[names[id(param)]]
             if isinstance(param, DTensor):
                 assert_lies_as(grad, param)
+                assert isinstance(grad, DTensor)
                 grad = grad.to_local()
             assert not isinstance(piece, DTensor)
             assert (piece.shape, piece.data_ptr()) == (grad.shape, grad.data_ptr())
@@ -289,7 +290,7 @@ def test_gradients_in_any_placements_come_to_the_parameters(have: Any, want: Any
 def test_parameters_on_several_axes_besides() -> None:
     """Addends on one of them."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
-    model = nn.Module()
+    model: Any = nn.Module()
     whole = torch.arange(8.0).reshape(2, 4)
     model.weight = nn.Parameter(distribute_tensor(whole, mesh["a", "b"], [Replicate(), Shard(1)]))
     model.forward = lambda rows: (model.weight.to_local(grad_placements=[Partial(), Shard(1)]) * rows).sum()
@@ -333,7 +334,7 @@ def test_a_group_that_holds_several_pieces_is_refused() -> None:
 def test_a_parameter_whose_mesh_has_the_data_parallel_axis_is_refused() -> None:
     mesh = mesh_of()
     for requires_grad in (True, False):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         whole = distribute_tensor(model[0].weight.detach(), mesh, [Replicate(), Shard(0)], src_data_rank=None)
         model[0].weight = nn.Parameter(whole, requires_grad=requires_grad)
         with pytest.raises(RuntimeError, match=r"'0\.weight' is a DTensor on ranks \[0, 1, 2, 3\]"):

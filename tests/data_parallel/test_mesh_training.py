@@ -108,8 +108,8 @@ def test_sync_noticed_late(kind: str) -> None:
             local = twin.run(twin.parallel, rows, twin.dp_rank)
         (synced + local).backward()
         for rank in range(2):
-            losses = (twin.run(twin.single, rows, rank, branches=wanted) for wanted in (False, True))
-            (sum(losses) / 2).backward()
+            loss: Any = sum(twin.run(twin.single, rows, rank, branches=wanted) for wanted in (False, True))
+            (loss / 2).backward()
         twin.check()
         twin.zero()
 

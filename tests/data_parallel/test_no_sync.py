@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ def test_no_sync_adds_gradients_up_for_the_next_reduction(strategy: str) -> None
 
 
 def test_no_sync_goes_back_to_what_each_module_was_set_to() -> None:
-    model = net()
+    model: Any = net()
     weft.fully_shard(model[0])
     weft.fully_shard(model)
     model[0].set_requires_gradient_sync(False)
@@ -48,7 +50,7 @@ def test_no_sync_goes_back_to_what_each_module_was_set_to() -> None:
 
 
 def test_no_sync_of_replicated_children_goes_back_too() -> None:
-    model = net()
+    model: Any = net()
     weft.replicate(model[0])
     weft.replicate(model)
     model[0].set_requires_gradient_sync(False)

@@ -30,7 +30,7 @@ def needs(*names: str) -> pytest.MarkDecorator:
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -77,8 +77,8 @@ def assert_as_alone(trained: nn.Module, alone: nn.Module) -> None:
 @needs("transformers", "accelerate")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accelerate(strategy: str) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+    from accelerate.state import AcceleratorState, GradientState  # pyright: ignore[reportMissingImports]
     from torch.utils.data import DataLoader
 
     AcceleratorState._reset_state(True)
@@ -117,8 +117,8 @@ def test_accelerate(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["replicate", "fully_shard"])
 def test_trainer(strategy: str, tmp_path: Path) -> None:
     """transformers' Trainer: the mean is over the labels of all ranks, which have unequally many."""
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers import Trainer, TrainingArguments
+    from accelerate.state import AcceleratorState, GradientState  # pyright: ignore[reportMissingImports]
+    from transformers import Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -160,7 +160,7 @@ def test_trainer(strategy: str, tmp_path: Path) -> None:
 @needs("transformers", "peft")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peft(strategy: str, tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
 
     def adapted() -> Any:
         config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0, init_lora_weights=False)
@@ -192,7 +192,7 @@ def test_peft(strategy: str, tmp_path: Path) -> None:
 
 @needs("transformers", "lightning")
 def test_fabric() -> None:
-    from lightning.fabric import Fabric
+    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = llama()

@@ -183,7 +183,7 @@ def test_a_parameter_used_outside_of_forward() -> None:
     """A regulariser that reads the weights; the layer is not run at all."""
 
     def loss(model: nn.Module, rows: torch.Tensor, rank: int) -> torch.Tensor:
-        bare = getattr(model, "module", model)
+        bare: Any = getattr(model, "module", model)
         return model(rows)[0].square().mean() + (bare.b.weight * (rank + 1)).square().sum()
 
     twin = Twin(Heads(lambda a, b: (a, b)))

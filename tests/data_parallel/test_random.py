@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def train(run: Run) -> None:
             check(parallel, single)
 
 
-def backward(parallel: nn.Module, single: nn.Module, step: Step, rows: torch.Tensor) -> None:
+def backward(parallel: Any, single: nn.Module, step: Step, rows: torch.Tensor) -> None:
     ranks = range(dist.get_world_size())
     torch.stack([loss_of(single, rows_of(rows, r), step.programs[r]) for r in ranks]).mean().backward()
     rank = dist.get_rank()

@@ -47,10 +47,10 @@ def test_nothing_of_torchs_wrapper_is_inherited() -> None:
 @pytest.mark.parametrize("shard", SHARDED)
 @run_on(threads=1)
 def test_a_sharded_module_is_torchs_to_isinstance(shard: Callable[..., Any]) -> None:
-    model = shard(net())
+    model: Any = shard(net())
+    assert not isinstance(model[0], TorchFSDPModule)
     assert isinstance(model, TorchFSDPModule)
     assert isinstance(model, weft.FSDPModule)
-    assert not isinstance(model[0], TorchFSDPModule)
 
 
 @pytest.mark.parametrize("shard", SHARDED)

@@ -154,7 +154,7 @@ def test_a_hook() -> None:
 
 
 def test_a_hook_decides_what_the_gradients_become() -> None:
-    model = replicate(net())
+    model: Any = replicate(net())
     model.register_comm_hook(None, lambda state, bucket: future_of(bucket.buffer().fill_(4.0)))
     mean_square(model, make_rows(), 0).backward()
     assert all((param.grad == 4).all() for param in model.parameters())
@@ -225,7 +225,7 @@ def test_unused_parameters() -> None:
 
 
 def test_buffers_are_broadcast() -> None:
-    model = nn.Sequential(net(1), nn.BatchNorm1d(WIDTH).double())
+    model: Any = nn.Sequential(net(1), nn.BatchNorm1d(WIDTH).double())
     replicate(model)
     if ON_TORCH:
         pytest.skip("torch gives DDP the parameters and forgets the buffers")
@@ -260,7 +260,7 @@ def test_a_replica_inside_of_a_plain_module() -> None:
 
 @weft_only("makes a container without modules")
 def test_indexing_a_container_gives_what_is_in_it() -> None:
-    model = replicate(net())
+    model: Any = replicate(net())
     part = model[:2]
     assert isinstance(part, nn.Sequential)
     assert part[0] is model[0]
@@ -293,7 +293,7 @@ class Net(nn.Module):
 
 def train_beside_a_single_process(use_checkpoint: bool, no_sync: bool, hook: str) -> None:
     single = Net(use_checkpoint)
-    replica = replicate(copy.deepcopy(single), bucket_cap_mb=0.002)
+    replica: Any = replicate(copy.deepcopy(single), bucket_cap_mb=0.002)
     ddp = DistributedDataParallel(copy.deepcopy(single), bucket_cap_mb=0.002)
     if hook:
         for model in (replica, ddp):

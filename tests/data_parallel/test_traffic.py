@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_an_all_reduce_for_each_bucket(cap: float, count: int, view: bool) -> No
         assert_bytes(event.bytes_in, layers * MIB, num_params=layers)
 
 
-def bucket_sizes(model: nn.Module) -> list[int]:
+def bucket_sizes(model: Any) -> list[int]:
     """The bytes of each bucket once buckets have been made anew."""
     sizes: list[int] = []
 
@@ -160,7 +161,7 @@ def test_a_world_of_one_calls_hooks_all_the_same(view: bool) -> None:
 
 def test_a_hook_is_called_before_the_last_gradient_is_there() -> None:
     """The first layer's gradient comes last; by then all buckets but its own are on their way."""
-    model = DistributedDataParallel(net(4), bucket_cap_mb=0.0001)
+    model: Any = DistributedDataParallel(net(4), bucket_cap_mb=0.0001)
     order: list[str] = []
 
     def hook(state, bucket):
@@ -180,7 +181,7 @@ def test_a_hook_is_called_before_the_last_gradient_is_there() -> None:
 
 @RECORDED
 def test_an_all_reduce_starts_before_the_last_gradient_is_there() -> None:
-    model = DistributedDataParallel(big_net(), bucket_cap_mb=1)
+    model: Any = DistributedDataParallel(big_net(), bucket_cap_mb=1)
     moments: list[float] = []
     model.module[0].weight.register_hook(lambda grad: moments.append(time.perf_counter()))
     reduced = reductions(one_step(model, 512))
@@ -197,7 +198,7 @@ def test_bytes_of_tied_parameters_travel_once() -> None:
 
 @RECORDED
 def test_frozen_parameters_do_not_travel() -> None:
-    model = big_net()
+    model: Any = big_net()
     model[1].requires_grad_(False)
     parallel = DistributedDataParallel(model)
     assert_bytes(sum(event.bytes_in for event in reductions(one_step(parallel, 512))), 3 * MIB, num_params=3)

@@ -25,7 +25,7 @@ WIDTH = 6
 ROUNDINGS = 1e-13  # in float64, of the tensor's largest value: some hundred roundings
 
 
-def filled(module: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+def filled(module: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """The module with parameters that are the same on every rank."""
     module = module.to(dtype)
     fill_parameters(module, seed)
@@ -59,7 +59,7 @@ class Twin:
     def __init__(
         self, model: nn.Module, wrap: Callable[..., nn.Module] | None = None, **options: Any
     ) -> None:
-        self.single = copy.deepcopy(model)
+        self.single: Any = copy.deepcopy(model)
         self.parallel: Any = (wrap or DistributedDataParallel)(model, **options)
 
     def backward(self, rows: torch.Tensor, loss: Loss = mean_square) -> None:
@@ -138,7 +138,7 @@ def all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def net(depth: int = 3) -> nn.Module:
+def net(depth: int = 3) -> Any:
     """Layers in a row, filled, float64."""
     layers: list[nn.Module] = []
     for _ in range(depth):

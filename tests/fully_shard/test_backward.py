@@ -202,7 +202,7 @@ def test_optimizer_in_backward() -> None:
     options: Any = {"lr": 1e-2, "foreach": False}
     optimizer = torch.optim.AdamW(reference.parameters(), **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5)
-    own = {param: torch.optim.AdamW([param], **options) for param in model.parameters()}
+    own: dict[Any, Any] = {param: torch.optim.AdamW([param], **options) for param in model.parameters()}
     schedules = {param: torch.optim.lr_scheduler.StepLR(own[param], step_size=5) for param in own}
 
     def step_at_once(param: nn.Parameter) -> None:
@@ -213,7 +213,7 @@ def test_optimizer_in_backward() -> None:
     for param in own:
         param.register_post_accumulate_grad_hook(step_at_once)
     tokens = make_tokens(1 + dist.get_rank())
-    first = None
+    losses: list[float] = []
     for step in range(10):
         right = reference(tokens).sum()
         right.backward()
@@ -224,10 +224,11 @@ def test_optimizer_in_backward() -> None:
         loss.backward()
         assert torch.equal(loss, right), step
         assert all(param.grad is None for param in own), step
-        for param, other in zip(own, reference.parameters(), strict=True):
+        others: list[Any] = list(reference.parameters())
+        for param, other in zip(own, others, strict=True):
             assert torch.equal(param.to_local(), other.to_local()), step
-        first = loss.item() if first is None else first
-    assert loss.item() != first
+        losses.append(loss.item())
+    assert losses[-1] != losses[0]
     assert all(torch.isfinite(full_of(param)).all() for param in own)
 
 

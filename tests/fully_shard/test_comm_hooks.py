@@ -57,7 +57,8 @@ def test_the_plain_mean_is_exact(dtype: torch.dtype) -> None:
     if dtype.is_complex:
         bucket.buffer().mul_(1 - 2j)
     result = run(allreduce_hook, None, bucket)
-    right = (sum(whole) // size).to(dtype) * ((1 - 2j) if dtype.is_complex else 1)
+    total: Any = sum(whole)
+    right = (total // size).to(dtype) * ((1 - 2j) if dtype.is_complex else 1)
     assert torch.equal(bucket.wanted_part(result), bucket.wanted_part(right))
 
 
@@ -121,6 +122,8 @@ def test_wrappers() -> None:
 def test_error_feedback_makes_the_sum_over_steps_right(hook: Any) -> None:
     """The same gradients in each step: what all steps add up to is off by the error of one."""
     num_steps, size = 12, dist.get_world_size()
+    bucket = bucket_in_parts()
+    every = of_every_rank(bucket)
     drifts: list[torch.Tensor] = []
     for error_feedback in (True, False):
         state = QuantizationState(error_feedback=error_feedback)
@@ -128,7 +131,6 @@ def test_error_feedback_makes_the_sum_over_steps_right(hook: Any) -> None:
         for _ in range(num_steps):
             bucket = bucket_in_parts()
             total += bucket.wanted_part(run(hook, state, bucket)).double()
-        every = of_every_rank(bucket)
         drifts.append((total - num_steps * bucket.wanted_part(every.mean(0))).abs())
     # Gradients with errors are larger by a part in 127 at most.
     once = bucket.wanted_part(sent_bound(hook, bucket, every, torch.int8)) * (1 + 1 / 127)
@@ -202,7 +204,7 @@ def test_a_chains_stages_but_the_last_leave_the_whole_mean() -> None:
 
 def bytes_of(hook: Any, *wanted_ops: str) -> int:
     """That a rank gives in one step of a model whose gradients are some 480 kB, by these collectives."""
-    model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 10, bias=False))
+    model: Any = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 10, bias=False))
     fully_shard(model)
     model.register_comm_hook(None, hook)
     with weft.record() as events:

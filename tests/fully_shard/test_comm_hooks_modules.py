@@ -49,6 +49,7 @@ from weft.comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from weft.errors import UnsupportedError
 from weft.fsdp.comm_hook import LastBucket
 from weft.testing.models import fill_parameters
 
@@ -346,7 +347,7 @@ def test_local_sgd_of_one_copy_is_refused(averages: bool) -> None:
     by_layer(model)
     state = PostLocalSGDState(None, pair, 100, post_local_gradient_allreduce=averages)
     model.register_comm_hook(state, post_localSGD_hook)  # type: ignore[operator]
-    with pytest.raises(weft.errors.UnsupportedError, match=r"sharded over ranks \[0, 1, 2, 3\]"):
+    with pytest.raises(UnsupportedError, match=r"sharded over ranks \[0, 1, 2, 3\]"):
         mean_square(model, make_rows(), 0).backward()
 
 
@@ -377,7 +378,7 @@ def test_hooks_that_update_parameters_are_refused(name: str, make: Any) -> None:
     model = net()
     by_layer(model)
     model.register_comm_hook(dist.group.WORLD, make())  # type: ignore[operator]
-    with pytest.raises(weft.errors.UnsupportedError, match=f"{name} updates the parameters"):
+    with pytest.raises(UnsupportedError, match=f"{name} updates the parameters"):
         mean_square(model, make_rows(), 0).backward()
 
 
@@ -513,7 +514,8 @@ def test_means_of_a_busy_gpu(hook: Any, bound: Any) -> None:
         for grads, param in zip(found, model.parameters(), strict=True):
             every = torch.stack(grads)
             parts = [part_of(full, param.grad) for full in (every.mean(0), bound(every))]
-            assert_within(param.grad.to_local(), *parts)
+            grad: Any = param.grad
+            assert_within(grad.to_local(), *parts)
         model.zero_grad()
 
 

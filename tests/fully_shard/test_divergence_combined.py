@@ -104,7 +104,7 @@ def test_routed_tokens() -> None:
 
 def test_with_mixed_precision() -> None:
     """Gradients are what bfloat16 makes of them; here only that ranks agree and nobody waits."""
-    model = Experts("abc").float()
+    model: Any = Experts("abc").float()
     by_layer(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     for step, names in enumerate(SCHEDULE):
         rows = rows_of(make_rows(step), dist.get_rank()).float().requires_grad_()

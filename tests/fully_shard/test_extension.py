@@ -36,7 +36,7 @@ class Wrapped(torch.Tensor):
         )
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.inner: Any = inner  # torch.Tensor has a method of that name
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -195,7 +195,7 @@ def set_by_hand(local: torch.Tensor, seen: list[Any]) -> None:
     local.fsdp_post_all_gather = post.__get__(local)  # type: ignore[attr-defined]
 
 
-def rounded(model: nn.Module) -> nn.Module:
+def rounded(model: nn.Module) -> Any:
     """With weights that bfloat16 holds, so that the plain model is the reference."""
     for param in model.parameters():
         param.data.copy_(param.data.to(BF16).to(param.dtype))
@@ -307,7 +307,7 @@ def unfilled_language() -> nn.Module:
     return model
 
 
-def fill_from(model: nn.Module, single: nn.Module) -> None:
+def fill_from(model: Any, single: nn.Module) -> None:
     right = dict(single.named_parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -32,7 +32,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def by_func(model: nn.Module, rows: torch.Tensor, tangent: torch.Tensor) -> Pair:
-    return torch.func.jvp(lambda given: model(given), (rows,), (tangent,))
+    output: Any = torch.func.jvp(lambda given: model(given), (rows,), (tangent,))
+    return output
 
 
 def by_dual(model: nn.Module, rows: torch.Tensor, tangent: torch.Tensor) -> Pair:
@@ -103,7 +104,7 @@ def check(ours: nn.Module, single: nn.Module) -> None:
         return
     for (name, param), right in zip(ours.named_parameters(), single.parameters(), strict=True):
         assert (param.grad is None) == (right.grad is None), name  # no tangent depends on the last bias
-        if param.grad is not None:
+        if param.grad is not None and right.grad is not None:
             assert (full_of(param.grad) - right.grad).abs().max() <= 1e-13, name
 
 
@@ -119,7 +120,7 @@ def test_sharded(reshard: bool | int) -> None:
 def test_copies() -> None:
     """replicate_with_fsdp, replicate and DDP."""
 
-    def layer_by_layer(model: nn.Module) -> nn.Module:
+    def layer_by_layer(model: Any) -> nn.Module:
         for layer in (*model, model):
             if any(True for _ in layer.parameters()):
                 replicate_with_fsdp(layer)
@@ -132,7 +133,7 @@ def test_copies() -> None:
 
 def test_buffers_are_synced() -> None:
     """A replicated module with buffers: they are the first rank's inside a jvp too."""
-    model = weft.replicate(filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))).eval())
+    model: Any = weft.replicate(filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))).eval())
     model[1].running_mean.fill_(float(dist.get_rank()))
     rows = make_rows()
     by_func(model, rows, rows)

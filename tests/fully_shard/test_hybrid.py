@@ -6,6 +6,7 @@ On four ranks.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,8 @@ def test_hooks_between() -> None:
     twin = Twin(net(), mesh=mesh_of(2, 2))
     for module in twin.sharded.modules():
         if isinstance(module, nn.Linear):
-            module.set_all_reduce_hook(lambda output: seen.append(output.clone()))
+            sharded: Any = module
+            sharded.set_all_reduce_hook(lambda output: seen.append(output.clone()))
     twin.train(1)
     assert len(seen) == 3
     parts = [torch.empty_like(seen[0]) for _ in range(4)]
@@ -213,7 +215,7 @@ def test_with_tensor_parallel() -> None:
 def test_copies_without_shards() -> None:
     """replicate_with_fsdp: every rank holds all, and ranks may part here too."""
     for names in (("ab",), ("a", "b"), ("ab", "ba"), ("", "ab")):
-        model: nn.Module = Experts("ab")
+        model: Any = Experts("ab")
         single = copy.deepcopy(model)
         for expert in model.experts.values():
             replicate_with_fsdp(expert)

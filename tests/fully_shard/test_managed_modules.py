@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -91,7 +93,7 @@ def test_lists_are_reduced_to_their_topmost_modules() -> None:
 
 
 def test_modules_with_only_ignored_parameters_are_left_out() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Block())
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Block())
     ignored = set(model[0].parameters()) | {model[1].up.weight, model[1].down.weight, model[1].down.bias}
     found = managed_modules([model], ignored, free)
     assert set(found) == {model, model[1], model[1].up}
@@ -112,7 +114,7 @@ def test_ignoring_nothing_is_as_none() -> None:
 
 
 def test_tied_parameters_come_once_with_all_their_sites() -> None:
-    model = nn.Sequential(Block(), Block(), Block())
+    model: Any = nn.Sequential(Block(), Block(), Block())
     model[0].up.weight = model[1].up.weight
     model[2].up.weight = model[1].up.weight
     model[2].extra = model[1].up.weight
@@ -195,7 +197,7 @@ def test_parameters_move_in_place() -> None:
 
 def test_tensors_made_of_tensors_move_in_place() -> None:
     # The meta device stands in for an accelerator.
-    param = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False)
+    param: Any = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False)
     buffer = TwoTensor(torch.ones(3), torch.ones(3))
     move_to_device([param], [buffer], torch.device("meta"))
     assert param.a.is_meta

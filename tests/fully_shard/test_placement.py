@@ -115,7 +115,7 @@ def test_the_first_dim_unless_told() -> None:
 def test_beside_tensor_parallelism_as_torchs(axis: Any, dim: int, shape: tuple[int, int]) -> None:
     mesh = make_mesh(2, 2, names="dp tp")
     data = resolve_mesh(mesh["dp"])
-    param = distributed(numbered(*shape), mesh["tp"], [axis])
+    param: Any = distributed(numbered(*shape), mesh["tp"], [axis])
     placement = resolve_placement("w", param, data, Shard(dim))
     expected = _StridedShard(dim, split_factor=2) if axis == Shard(dim) else Shard(dim)
     assert placement.sharded_spec.placements == (expected, axis)
@@ -360,7 +360,7 @@ def test_a_dtensor_is_made_around_a_tensor() -> None:
     assert type(made) is DTensor
     assert made._local_tensor is local
     assert not made.requires_grad
-    param = nn.Parameter(make_dtensor(torch.zeros(2, 2), spec))
+    param: Any = nn.Parameter(make_dtensor(torch.zeros(2, 2), spec))
     param.grad = made
     torch.optim.SGD([param], lr=1.0).step()
     assert torch.equal(param.detach().full_tensor(), -torch.ones(4, 2))

@@ -80,7 +80,7 @@ def test_names_and_shards() -> None:
             assert events == []
             assert list(state) == list(single.state_dict())
             assert_holds(model, single, 0.0)
-            params = dict(model.named_parameters(remove_duplicate=False))
+            params: Any = dict(model.named_parameters(remove_duplicate=False))
             for name, tensor in state.items():
                 if name in params:
                     assert tensor.to_local().data_ptr() == params[name].to_local().data_ptr()
@@ -116,7 +116,7 @@ def by_blocks(model: Any, **options: Any) -> None:
 
 def test_state_after_forward() -> None:
     """Between forward and backward, with parameters gathered, too."""
-    model = Model()
+    model: Any = Model()
     single = Model()
     by_blocks(model, reshard_after_forward=True)
     model.set_reshard_after_forward(True)

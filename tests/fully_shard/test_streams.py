@@ -214,7 +214,7 @@ def peak_of(action: Callable[[], object]) -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 
-def deep_model(**options: Any) -> nn.Sequential:
+def deep_model(**options: Any) -> Any:
     model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False, device="cuda") for _ in range(DEPTH)))
     by_layer(model, reshard_after_forward=True, **options)
     return model
@@ -277,7 +277,7 @@ def test_memory_of_gradients() -> None:
         model.zero_grad()
     assert max(in_forward) <= 2 * LAYER_BYTES + SLACK_BYTES, [n / LAYER_BYTES for n in in_forward]
     model(rows).square().mean().backward()
-    kept = [param.grad for param in model.parameters()]
+    kept: list[Any] = [param.grad for param in model.parameters()]
     right = [grad.to_local().clone() for grad in kept]
     model.zero_grad()
     model(rows * 2).square().mean().backward()

@@ -88,8 +88,7 @@ def by_blocks(model: Any, **options: Any) -> None:
     for block in model.blocks:
         as_whole(block, **options)
     as_whole(model, **options)
-    assert isinstance(model, FSDPModule)
-    assert all(isinstance(block, FSDPModule) for block in model.blocks)
+    assert all(isinstance(module, FSDPModule) for module in (model, *model.blocks))
     assert model.head.weight is model.embedding.weight
 
 

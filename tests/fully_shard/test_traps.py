@@ -21,7 +21,7 @@ pytestmark = run_on(threads=(2, 4))
 WIDTH = 6
 
 
-def make(*layers: nn.Module) -> nn.Module:
+def make(*layers: nn.Module) -> Any:
     """The same values on every rank: each one's own generator, since threads share torch's."""
     model = nn.Sequential(*layers).double()
     source = torch.Generator().manual_seed(3)
@@ -199,7 +199,7 @@ def test_a_loss_from_inside_raises() -> None:
 
 
 def test_after_an_evaluation_parameters_are_sharded() -> None:
-    model = make(linear(), linear())
+    model: Any = make(linear(), linear())
     for module in (model[0], model):
         weft.fully_shard(module)
     with torch.no_grad():

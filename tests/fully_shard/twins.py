@@ -37,7 +37,7 @@ class Twin:
     """`sharded` is fully sharded and gets this rank's rows; `single` is bare and gets all of them."""
 
     def __init__(self, model: nn.Module, wrap: Callable[..., object] = by_layer, **options: Any) -> None:
-        self.single = copy.deepcopy(model)
+        self.single: Any = copy.deepcopy(model)
         wrap(model, **options)
         self.sharded: Any = model
         assert_is_sharded(self.sharded, self.single)

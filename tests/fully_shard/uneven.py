@@ -45,7 +45,8 @@ def by_world(num_active: int) -> float:
 def step_in_backward(model: nn.Module, lr: float = 0.1) -> None:
     def update(param: torch.Tensor) -> None:
         with torch.no_grad():
-            param -= lr * param.grad
+            grad: Any = param.grad
+            param -= lr * grad
         param.grad = None
 
     for param in model.parameters():

@@ -147,7 +147,7 @@ def test_ddp_with_a_hook_of_the_users() -> None:
         work = dist.all_reduce(buffer, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    model = DistributedDataParallel(plain_model(), bucket_cap_mb=0.0001)
+    model: Any = DistributedDataParallel(plain_model(), bucket_cap_mb=0.0001)
     model.register_comm_hook(None, mean_hook)
     with Join([model]):
         for step in range(num_steps(dist.get_rank())):
@@ -180,7 +180,7 @@ def test_a_collective_inside_the_model() -> None:
             dist.all_reduce(count)
             return inputs * count
 
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 1), Centered()).double())
+    model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 1), Centered()).double())
     with Join([model]):
         for step in range(num_steps(dist.get_rank())):
             model.zero_grad()

@@ -235,7 +235,7 @@ class PairOnes(Ones):
         return one.item()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        hook = super().join_hook(**kwargs)
+        hook: Any = super().join_hook(**kwargs)
         hook.main_hook = lambda: dist.all_reduce(torch.zeros(1), group=self.group)
         return hook
 

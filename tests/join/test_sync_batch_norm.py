@@ -26,7 +26,7 @@ class Reduced(nn.Module, Joinable):
     def __init__(self, module: nn.Sequential) -> None:
         super().__init__()
         self.module = module
-        last = module[-1].weight
+        last: Any = module[-1].weight
         self.early = [last]
         self.late = [param for param in module.parameters() if param is not last]
         last.register_post_accumulate_grad_hook(lambda param: self._sum(self.early))
@@ -139,7 +139,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @run_on(gpu=(2, 4), gpu_threads=(2, 4), nccl=(2, 4), timeout=120)
 def test_torchs_own_inside_data_parallel() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = DistributedDataParallel(make_float(nn.SyncBatchNorm).cuda(), bucket_cap_mb=0.0001)
+    model: Any = DistributedDataParallel(make_float(nn.SyncBatchNorm).cuda(), bucket_cap_mb=0.0001)
     alone = make_float(nn.BatchNorm1d)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, alone)]
     with Join([model]):

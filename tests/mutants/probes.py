@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 MARK = "_reach_mark"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -40,11 +41,11 @@ class ProbedFile:
     first: int
     probes: tuple[Probe, ...]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, saved: dict[str, object]) -> ProbedFile:
+    def from_json(cls, saved: dict[str, Any]) -> ProbedFile:
         probes = tuple(Probe(probe["function"], tuple(probe["lines"])) for probe in saved.pop("probes"))
         return cls(**saved, probes=probes)
 

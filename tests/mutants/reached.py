@@ -143,7 +143,7 @@ class Recording:
         ]
 
     def _reached_rows(self, probes: list[int]) -> np.ndarray:
-        return self._matrix[:, probes].any(axis=1)
+        return np.any(self._matrix[:, probes], axis=1)
 
 
 class ReachMap:

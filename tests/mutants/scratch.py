@@ -130,7 +130,7 @@ class Scratch:
             # Unchecked: Python never compares it with the text. So every process takes it, whatever its
             # environment.
             hashed = importlib.util.source_hash(path.read_bytes())
-            compiled.write_bytes(bytecode._code_to_hash_pyc(code, hashed, False))
+            compiled.write_bytes(bytecode._code_to_hash_pyc(code, hashed, False))  # type: ignore[attr-defined]
         return files
 
     def clean(self) -> None:

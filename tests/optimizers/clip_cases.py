@@ -27,7 +27,7 @@ EXACT = 1e-12  # roundings of float64: sums over ranks, not over elements
 class Case:
     """Parameters where they lie, and the same as whole tensors."""
 
-    params: list[torch.Tensor] = field(default_factory=list)
+    params: list[Any] = field(default_factory=list)
     whole: list[torch.Tensor] = field(default_factory=list)
     cuts: list[Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=list)
 

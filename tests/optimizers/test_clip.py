@@ -288,7 +288,7 @@ def test_torchs_norms() -> None:
             [[Shard(0), Shard(1)], [Replicate(), Shard(0)], [Shard(0), Replicate()]]
         ):
             case.add(numbered(4, 4, seed=seed), mesh, places)
-        theirs = [nn.Parameter(torch.zeros_like(param)) for param in case.params]
+        theirs: list[Any] = [nn.Parameter(torch.zeros_like(param)) for param in case.params]
         for param, twin in zip(case.params, theirs, strict=True):
             twin.grad = param.grad.clone()
         norm = clip_grad_norm_(case.params, 0.1, order)
@@ -315,7 +315,7 @@ def test_sharded_over_tensor_parallel() -> None:
         place = () if is_plain else (param.device_mesh, param.placements)
         case.cuts.append(functools.partial(cut_or_whole, place))
         local = case.cuts[-1](whole.grad).clone()
-        param.grad = local if is_plain else make_dtensor(local, make_spec(*place, whole))
+        param.grad = local if not place else make_dtensor(local, make_spec(*place, whole))
     kinds = {type(place) for param in case.params if isinstance(param, DTensor) for place in param.placements}
     assert _StridedShard in kinds
     with weft.record() as events:

@@ -100,7 +100,7 @@ def test_a_world_of_one_communicates_nothing() -> None:
 def test_params_of_several_dtypes_and_layouts(as_view: bool) -> None:
     def make() -> nn.Module:
         generator = torch.Generator().manual_seed(5)
-        model = nn.ModuleList(
+        model: Any = nn.ModuleList(
             [nn.Linear(3, 5), nn.Linear(5, 2).double(), nn.Conv2d(2, 3, 3), nn.Linear(2, 2).bfloat16()]
         )
         with torch.no_grad():

@@ -21,7 +21,7 @@ from tests.repo.source import ROOT
 FOREIGN = {"export", "pip", "ps", "py-spy", "tensorboard", "umask"}
 # Commands whose options aren't argparse's: the options that each takes, or None for whatever pytest takes.
 SHELL_SCRIPTS: dict[str, set[str] | None] = {
-    "scripts/check": {"--fix", "--list", "lint", "format", "types", "types-outside", "rules"},
+    "scripts/check": {"--fix", "--list", "lint", "format", "types", "types-outside", "types-tests", "rules"},
     "scripts/nightly": {"full", "matrix", "gpu"},
     "scripts/test": None,
     "scripts/rpc_fuzz": None,

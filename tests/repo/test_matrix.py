@@ -9,6 +9,7 @@ import tomllib
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_parts_of_a_tier_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
     version = Version("2.15", "3.11")
 
-    def keep(tier: str, outcome: object) -> object:
+    def keep(tier: str, outcome: Any) -> Any:
         matrix.keep_row(Row(version, "", {tier: outcome}))
         return matrix.read_rows()[0].cell("unit")
 

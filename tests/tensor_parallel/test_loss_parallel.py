@@ -173,7 +173,7 @@ def test_large_and_masked_logits() -> None:
     right = F.cross_entropy(x, target)
     right.backward()
     with loss_parallel():
-        seen = F.cross_entropy(split, target)
+        seen: Any = F.cross_entropy(split, target)
     seen.backward()
     assert_part(seen, right, mesh, [Replicate()])
     assert_part(split.grad, x.grad, mesh, [Shard(1)])
@@ -183,7 +183,8 @@ def test_large_and_masked_logits() -> None:
         seen = F.cross_entropy(spread(broken, mesh, [Shard(1)]), target, ignore_index=5)
         torch.testing.assert_close(seen.to_local(), F.cross_entropy(broken, target, ignore_index=5))
         bad = spread(torch.where(torch.arange(6) == 5, torch.nan, numbered(4, 6)), mesh, [Shard(1)])
-        assert F.cross_entropy(bad, target).to_local().isnan()
+        loss: Any = F.cross_entropy(bad, target)
+        assert loss.to_local().isnan()
 
 
 @run_on(threads=2)
@@ -197,7 +198,7 @@ def test_sixteen_bits_are_computed_in_32(dtype: torch.dtype) -> None:
     right.sum().backward()
     split = spread(x, mesh, [Shard(1)])
     with loss_parallel():
-        seen = F.cross_entropy(split, target, reduction="none", label_smoothing=0.1)
+        seen: Any = F.cross_entropy(split, target, reduction="none", label_smoothing=0.1)
     seen.sum().backward()
     assert (seen.dtype, split.grad.dtype) == (dtype, dtype)
     rounding = torch.finfo(dtype).eps
@@ -213,7 +214,7 @@ def test_autocast() -> None:
     x = numbered(4, 6).bfloat16()
     target = classes(4, num=6)
     with torch.autocast("cpu", dtype=torch.bfloat16), loss_parallel():
-        seen = F.cross_entropy(spread(x, mesh, [Shard(1)]), target)
+        seen: Any = F.cross_entropy(spread(x, mesh, [Shard(1)]), target)
         right = F.cross_entropy(x, target)
     assert seen.dtype == right.dtype == torch.float32
     torch.testing.assert_close(seen.to_local(), right)
@@ -391,7 +392,7 @@ def test_without_gradients() -> None:
     x, target = numbered(4, 6), classes(4, num=6)
     for off in (torch.no_grad, torch.inference_mode):
         with off(), loss_parallel():
-            seen = F.cross_entropy(spread(x, mesh, [Shard(1)], requires_grad=False), target)
+            seen: Any = F.cross_entropy(spread(x, mesh, [Shard(1)], requires_grad=False), target)
             assert not seen.requires_grad
             torch.testing.assert_close(seen.to_local(), F.cross_entropy(x, target))
 

@@ -28,6 +28,8 @@ Conversion = Callable[[nn.Module], nn.Module]
 class Masked(nn.Linear):
     """A Linear with a buffer of its own, and one that it doesn't have."""
 
+    mask: torch.Tensor
+
     def __init__(self, width: int, height: int) -> None:
         super().__init__(width, height)
         self.register_buffer("mask", torch.ones(width))

@@ -168,6 +168,7 @@ def test_a_users_own_is_replayed(tp: Any) -> None:
 def reset_by_one(model: nn.Module, seed: int) -> nn.Module:
     """What a single process has with that seed."""
     torch.manual_seed(seed)
+    module: Any
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -235,12 +236,12 @@ def test_initialised_under_sharding(tp: Any) -> None:
 def test_initialised_without_a_seed(tp: Any) -> None:
     """Ranks agree whatever their own seeds are."""
     torch.manual_seed(dist.get_rank())
-    model = on_meta(MLP)
+    model: Any = on_meta(MLP)
     tp.parallelize_module(model, make_mesh(), mlp_plan(tp))
     tp.init_parameters(model.to_empty(device="cpu"))
     assert are_same(local_of(model.net2.bias))
     assert full_of(model.net1.weight).std() > 0.05
-    other = on_meta(MLP)
+    other: Any = on_meta(MLP)
     tp.parallelize_module(other, make_mesh(), mlp_plan(tp))
     tp.init_parameters(other.to_empty(device="cpu"))
     assert not torch.equal(full_of(other.net1.weight), full_of(model.net1.weight))

@@ -149,6 +149,7 @@ def test_initial_values(tp: Any) -> None:
     tp.init_parameters(model.to_empty(device=device()), seed=7)
     single = Initial().to(device())
     torch.manual_seed(7)
+    part: Any
     for part in single:
         part.reset_parameters()
     rights = dict(single.named_parameters())

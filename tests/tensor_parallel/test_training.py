@@ -99,7 +99,7 @@ def mesh_for(setting: Setting) -> DeviceMesh:
     return make_mesh(dist.get_world_size() // 2, 2, names="dp tp")
 
 
-def share(model: nn.Module, mesh: DeviceMesh, setting: Setting) -> Any:
+def share(model: Any, mesh: DeviceMesh, setting: Setting) -> Any:
     """Data parallelism around a model that is parallel already; what to call from now on."""
     axes = data_axes(mesh, setting)
     match setting.data:
@@ -161,8 +161,9 @@ class LocalAdam:
 
     def step(self) -> None:
         for param, local in zip(self.params, self.locals, strict=True):
-            is_sum = isinstance(param, DTensor) and any(each.is_partial() for each in param.grad.placements)
-            local.grad = full_of(param.grad) if is_sum else local_of(param.grad)
+            grad: Any = param.grad
+            is_sum = isinstance(param, DTensor) and any(each.is_partial() for each in grad.placements)
+            local.grad = full_of(grad) if is_sum else local_of(grad)
         self.optimizer.step()
 
 
@@ -209,12 +210,13 @@ def check_losses(losses: list[Any], mesh: DeviceMesh) -> None:
 def check_gradients(model: Any, single: nn.Module, setting: Setting) -> None:
     """Those that data parallelism has been over lie as their parameters do."""
     right = {name: param.grad for name, param in single.named_parameters()}
-    seen = dict(model.named_parameters())
+    seen: dict[str, Any] = dict(model.named_parameters())
     assert list(seen) == list(right)
     for name, param in seen.items():
         assert isinstance(param.grad, DTensor) == isinstance(param, DTensor), name
+        grad: Any = param.grad
         if isinstance(param, DTensor) and setting.data != "none":
-            assert param.grad.placements == param.placements, name
+            assert grad.placements == param.placements, name
         assert_is_part(param.grad, right[name], f"gradient of {name}", TOLERANCE)
 
 
@@ -311,7 +313,8 @@ def test_twenty_steps_of_adam(tp: Any, setting: Setting) -> None:
 def test_four_layers_under_replicate(tp: Any, is_checkpointed: bool) -> None:
     """Three steps of SGD with replicate over tensor parallelism are those of a single process."""
     mesh = make_mesh(2, dist.get_world_size() // 2, names="dp tp")
-    model, single = Net(is_checkpointed=is_checkpointed), Net()
+    model: Any = Net(is_checkpointed=is_checkpointed)
+    single = Net()
     tp.parallelize_module(model, mesh["tp"], net_plan(tp))
     weft.replicate(model, device_mesh=mesh["dp"])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, single)]
@@ -396,7 +399,7 @@ def test_parameters_for_users(tp: Any) -> None:
     for data in ("replicate", "ddp"):
         setting = Setting(data)
         mesh = mesh_for(setting)
-        model = Language()
+        model: Any = Language()
         names = [name for name, _ in model.named_parameters()]
         tp.parallelize_module(model, mesh["tp"], language_plan(tp))
         before = dict(model.named_parameters())

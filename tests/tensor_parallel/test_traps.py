@@ -253,7 +253,9 @@ def test_several_outputs_of_a_cut_sequence(tp: Any) -> None:
         for mine, whole in ((seen[0], right[0]), (seen[1]["more"], right[1]["more"])):
             assert isinstance(mine, DTensor) != is_local
             assert_close(local_of(mine), part_of(whole.detach(), Shard(1), mesh), "output")
-        total = sum((each.to_local() if not is_local else each).sum() for each in (seen[0], seen[1]["more"]))
+        total: Any = sum(
+            (each.to_local() if not is_local else each).sum() for each in (seen[0], seen[1]["more"])
+        )
         total.backward()
         (right[0].sum() + right[1]["more"].sum()).backward()
         assert_same_gradients(model, single)
@@ -387,7 +389,7 @@ def test_plain_parameters_as_inputs(tp: Any) -> None:
     mine = part_of(rows, Shard(1), mesh)
     with pytest.raises(ValueError, match="a plain parameter of shape"):
         module(mine, nn.Parameter(torch.ones(8, dtype=rows.dtype)))
-    scale = nn.Parameter(distribute_tensor(torch.ones(8, dtype=rows.dtype), mesh, [Replicate()]))
+    scale: Any = nn.Parameter(distribute_tensor(torch.ones(8, dtype=rows.dtype), mesh, [Replicate()]))
     module(mine, scale).square().sum().backward()
     single = torch.ones(8, dtype=rows.dtype, requires_grad=True)
     (rows * single).square().sum().backward()

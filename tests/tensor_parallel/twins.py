@@ -153,7 +153,7 @@ def assert_same_gradients(
 ) -> None:
     """Of every parameter, in full; a parameter that is a DTensor has a DTensor on its mesh as gradient."""
     right = {name: param.grad for name, param in single.named_parameters()}
-    seen = {name.removeprefix(prefix): param for name, param in parallel.named_parameters()}
+    seen: dict[str, Any] = {name.removeprefix(prefix): param for name, param in parallel.named_parameters()}
     assert list(seen) == list(right)
     for name, param in seen.items():
         wanted = right[name]
@@ -161,8 +161,9 @@ def assert_same_gradients(
         if param.grad is None or wanted is None:
             continue
         assert isinstance(param.grad, DTensor) == isinstance(param, DTensor), f"{name}: {type(param.grad)}"
+        grad: Any = param.grad
         if isinstance(param, DTensor):
-            assert param.grad.device_mesh == param.device_mesh, name
+            assert grad.device_mesh == param.device_mesh, name
         assert_close(full_of(param.grad), wanted, f"gradient of {name}", tolerance)
 
 
@@ -214,7 +215,9 @@ def assert_is_part(seen: torch.Tensor, right: torch.Tensor, name: str, tolerance
         assert_close(full_of(seen), right, name, tolerance)
         return
     allowed = tolerance * (right.abs().max().item() if right.numel() else 0.0)
-    cuts = [(axis, each) for axis, each in enumerate(seen.placements) if not each.is_replicate()]
+    cuts: list[tuple[int, Any]] = [
+        (axis, each) for axis, each in enumerate(seen.placements) if not each.is_replicate()
+    ]
     # A part that is cut again by an axis in front of it says so; that cut comes last.
     for axis, placement in sorted(cuts, key=lambda cut: type(cut[1]) is not Shard):
         dim, size, place = placement.dim, seen.device_mesh.size(axis), seen.device_mesh.get_local_rank(axis)
@@ -235,7 +238,7 @@ def local_input(full: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> torc
 def dtensor_input(full: torch.Tensor, layout: Placement, mesh: DeviceMesh) -> DTensor:
     """The same as a DTensor; a leaf too."""
     part = part_of(full.detach(), layout, mesh)
-    made = DTensor.from_local(
+    made: Any = DTensor.from_local(
         part, mesh, [layout], run_check=False, shape=full.shape, stride=contiguous_strides(full.shape)
     )
     return made.requires_grad_(part.is_floating_point())
@@ -299,7 +302,7 @@ class Twin:
 
     def __init__(self, tp: Any, module: nn.Module, mesh: DeviceMesh, plan: Any, **options: Any) -> None:
         self.mesh = mesh
-        self.single = copy.deepcopy(module)
+        self.single: Any = copy.deepcopy(module)
         self.parallel: Any = tp.parallelize_module(module, mesh, plan, **options)
         assert self.parallel is module
         assert_same_parameters(self.parallel, self.single, tolerance=0.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.train_bodies.runs import SMALL, alone, run_each, same_as
+from tests.train.runs import SMALL, alone, run_each, same_as
 from weft.launcher.backends import GPU_EACH
 from weft.testing import shared_pool
 
