@@ -154,6 +154,15 @@ def deferred(function: Any) -> Any:
     return torch_rpc.functions.async_execution(marked)
 
 
+def trail(lib: str, hops: list[str]) -> list[str]:
+    """Go on to the next hop from here; the workers that it led through, last first."""
+    rpc = import_module(lib)
+    here = rpc.get_worker_info().name
+    if not hops:
+        return [here]
+    return [*rpc.rpc_sync(hops[0], trail, (lib, hops[1:])), here]
+
+
 class Counter:
     """Has a state and a home: the worker that made it."""
 

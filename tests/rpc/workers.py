@@ -31,7 +31,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import at_each_rank
-from tests.rpc.remote_functions import begin_anew
+from tests.rpc.remote_functions import Spot, begin_anew
 
 WEFT = "weft.rpc"
 TORCH = "torch.distributed.rpc"
@@ -117,10 +117,16 @@ def worker(request: pytest.FixtureRequest) -> Any:
     return at_each_rank(_joined_for_a_test, getattr(request, "param", {}))
 
 
-def with_options(**options: Any) -> pytest.MarkDecorator:
-    """Begin the group of a test's `worker` with these options of init_rpc."""
-    name = ",".join(f"{key}={value}" for key, value in options.items() if isinstance(value, int | float))
-    return pytest.mark.parametrize("worker", [options], indirect=True, ids=[name or "-".join(options)])
+def with_options(*each: dict[str, Any], **options: Any) -> pytest.MarkDecorator:
+    """Begin the group of a test's `worker` with these options of init_rpc; given dicts, once with each."""
+    given = each or (options,)
+    return pytest.mark.parametrize("worker", given, indirect=True, ids=map(_options_id, given))
+
+
+def _options_id(options: dict[str, Any]) -> str:
+    return ",".join(
+        f"{name}={value}" if isinstance(value, int | float) else name for name, value in options.items()
+    )
 
 
 def from_worker0(test: Callable[..., None]) -> Callable[..., None]:
@@ -178,13 +184,22 @@ def run_each(worker: Worker, bodies: Sequence[Body]) -> None:
 MODES = ["sync", "async", "remote"]
 
 
-def call(w: Worker, mode: str, to: Any, func: Any, args: Any = None, kwargs: Any = None, **more: Any) -> Any:
+def call(
+    worker: Worker, mode: str, to: Any, func: Any, args: Any = None, kwargs: Any = None, **more: Any
+) -> Any:
     """Call in one of the three ways, and wait for what comes of it."""
     if mode == "sync":
-        return w.rpc.rpc_sync(to, func, args=args, kwargs=kwargs, **more)
+        return worker.rpc.rpc_sync(to, func, args=args, kwargs=kwargs, **more)
     if mode == "async":
-        return w.rpc.rpc_async(to, func, args=args, kwargs=kwargs, **more).wait()
-    return w.rpc.remote(to, func, args=args, kwargs=kwargs, **more).to_here()
+        return worker.rpc.rpc_async(to, func, args=args, kwargs=kwargs, **more).wait()
+    return worker.rpc.remote(to, func, args=args, kwargs=kwargs, **more).to_here()
+
+
+def check_spot(worker: Worker, seen: Spot, rank: int) -> None:
+    """Fail unless it is that worker's process and a thread of its own."""
+    assert seen.worker == f"worker{rank}"
+    assert seen.pid == worker.pids[rank]
+    assert seen.thread != threading.get_ident() or seen.pid != worker.pids[worker.rank]
 
 
 def wait_until(holds: Callable[[], object], what: str, secs: float = DEADLINE_SECS) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 import pytest
+import torch
 
+from tests.ranks import run_on
 from tests.rpc.remote_functions import DetailedError, OwnError, StubbornError, add, fail_with, give
-from tests.rpc.workers import MODES, call
-from tests.rpc_bodies.running import Worker, shown
+from tests.rpc.workers import MODES, Worker, call, shown, weft_only
+
+pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
 
 
 class LockedError(ValueError):
@@ -33,102 +36,103 @@ def fail_on(lib: str, to: str, text: str) -> None:
     import_module(lib).rpc_sync(to, fail_deep_down, (text,))
 
 
-def own_types_arrive(w: Worker) -> None:
+def test_own_types_arrive(worker: Worker) -> None:
     for mode in MODES:
         with pytest.raises(ValueError, match="some text") as caught:
-            call(w, mode, w.next, fail_with, (ValueError, "some text"))
+            call(worker, mode, worker.next, fail_with, (ValueError, "some text"))
         assert type(caught.value) is ValueError
         with pytest.raises(ValueError, match="other text") as caught:
-            call(w, mode, w.next, fail_deep_down, ("other text",))
-        assert type(caught.value) is OwnError or not w.is_weft  # torch may build its base
-        assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
+            call(worker, mode, worker.next, fail_deep_down, ("other text",))
+        assert type(caught.value) is OwnError or not worker.is_weft  # torch may build its base
+        assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
 
 
-def the_remote_traceback_is_shown(w: Worker) -> None:
+def test_the_remote_traceback_is_shown(worker: Worker) -> None:
     for mode in MODES:
         with pytest.raises(ValueError, match="look here") as caught:
-            call(w, mode, w.next, fail_deep_down, ("look here",))
+            call(worker, mode, worker.next, fail_deep_down, ("look here",))
         text = shown(caught.value)
-        assert f"On WorkerInfo(id={w.next_rank}, name={w.next})" in text
+        assert f"On WorkerInfo(id={worker.next_rank}, name={worker.next})" in text
         assert "in deeper" in text
         assert "raise OwnError(text)" in text
 
 
-def errors_go_through_workers(w: Worker) -> None:
+def test_errors_go_through_workers(worker: Worker) -> None:
     with pytest.raises(ValueError, match="from afar") as caught:
-        w.rpc.rpc_sync(w.next, fail_on, (w.lib, w.after_next, "from afar"))
+        worker.rpc.rpc_sync(worker.next, fail_on, (worker.lib, worker.after_next, "from afar"))
     text = shown(caught.value)
     assert "in deeper" in text
-    assert f"name={w.next})" in text
-    assert f"name={w.after_next})" in text
+    assert f"name={worker.next})" in text
+    assert f"name={worker.after_next})" in text
 
 
-def types_that_cant_be_built(w: Worker) -> None:
+def test_types_that_cant_be_built_are_told(worker: Worker) -> None:
     for mode in MODES:
         with pytest.raises(RuntimeError, match="Failed to create original exception type") as caught:
-            call(w, mode, w.next, fail_with, (StubbornError, True, "stubborn text"))
+            call(worker, mode, worker.next, fail_with, (StubbornError, True, "stubborn text"))
         assert "Original exception on remote side was" in str(caught.value)
         assert "stubborn text" in str(caught.value)
 
 
-def futures_hold_errors(w: Worker) -> None:
-    import torch
-
-    future = w.rpc.rpc_async(w.next, fail_with, (ValueError, "kept"))
+def test_futures_hold_errors(worker: Worker) -> None:
+    future = worker.rpc.rpc_async(worker.next, fail_with, (ValueError, "kept"))
     for _ in range(2):
         with pytest.raises(ValueError, match="kept"):
             future.wait()
     assert future.done()
     with pytest.raises(ValueError, match="kept"):
-        torch.futures.wait_all([w.rpc.rpc_async(w.next, add, (1, 2)), future])
-    with pytest.raises(ValueError, match="in the block"), w.rpc.api._wait_all():
-        w.rpc.rpc_async(w.next, fail_with, (ValueError, "in the block"))
+        torch.futures.wait_all([worker.rpc.rpc_async(worker.next, add, (1, 2)), future])
+    with pytest.raises(ValueError, match="in the block"), worker.rpc.api._wait_all():
+        worker.rpc.rpc_async(worker.next, fail_with, (ValueError, "in the block"))
 
 
-def what_cant_be_pickled_is_not_sent(w: Worker) -> None:
-    for way in [w.rpc.rpc_sync, w.rpc.rpc_async, w.rpc.remote]:
+def test_what_cant_be_pickled_is_not_sent(worker: Worker) -> None:
+    for way in [worker.rpc.rpc_sync, worker.rpc.rpc_async, worker.rpc.remote]:
         with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
-            way(w.next, give, (threading.Lock(),))
-    assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
+            way(worker.next, give, (threading.Lock(),))
+    assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
 
 
-def results_that_cant_be_pickled(w: Worker) -> None:
+def test_results_that_cant_be_pickled_are_told(worker: Worker) -> None:
     with pytest.raises((RuntimeError, TypeError), match=r"cannot pickle '_thread\.lock' object"):
-        w.rpc.rpc_sync(w.next, threading.Lock)
-    assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
+        worker.rpc.rpc_sync(worker.next, threading.Lock)
+    assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
 
 
-def errors_arrive_whole(w: Worker) -> None:
+@weft_only
+def test_errors_arrive_whole(worker: Worker) -> None:
     """Arguments and attributes; str() is what it was on the other side."""
     for mode in MODES:
         with pytest.raises(DetailedError) as caught:
-            call(w, mode, w.next, fail_with, (DetailedError, 7, "seven"))
+            call(worker, mode, worker.next, fail_with, (DetailedError, 7, "seven"))
         error = caught.value
         assert (error.code, error.detail, error.later) == (7, "seven", [])
         assert error.args == (7, "seven")
         with pytest.raises(KeyError) as caught:
-            call(w, mode, w.next, fail_with, (KeyError, "key"))
+            call(worker, mode, worker.next, fail_with, (KeyError, "key"))
         assert caught.value.args == ("key",)
         assert str(caught.value) == "'key'"
         with pytest.raises(FileNotFoundError) as caught:
-            call(w, mode, w.next, open, (f"/no/such/file/{w.name}",))
+            call(worker, mode, worker.next, open, (f"/no/such/file/{worker.name}",))
         assert caught.value.errno == 2
-        assert caught.value.filename == f"/no/such/file/{w.name}"
+        assert caught.value.filename == f"/no/such/file/{worker.name}"
         with pytest.raises(UnicodeDecodeError):
-            call(w, mode, w.next, fail_with, (UnicodeDecodeError, "utf8", b"\xff", 0, 1, "bad"))
+            call(worker, mode, worker.next, fail_with, (UnicodeDecodeError, "utf8", b"\xff", 0, 1, "bad"))
 
 
-def the_cause_is_the_remote_traceback(w: Worker) -> None:
+@weft_only
+def test_the_cause_is_the_remote_traceback(worker: Worker) -> None:
     with pytest.raises(OwnError) as caught:
-        w.rpc.rpc_sync(w.next, fail_deep_down, ("caused",))
+        worker.rpc.rpc_sync(worker.next, fail_deep_down, ("caused",))
     assert caught.value.__cause__ is not None
     assert "in deeper" in str(caught.value.__cause__)
-    assert f"On WorkerInfo(id={w.next_rank}, name={w.next})" in str(caught.value.__cause__)
+    assert f"On WorkerInfo(id={worker.next_rank}, name={worker.next})" in str(caught.value.__cause__)
 
 
-def causes_of_errors_are_shown(w: Worker) -> None:
+@weft_only
+def test_causes_of_errors_are_shown(worker: Worker) -> None:
     with pytest.raises(OwnError) as caught:
-        w.rpc.rpc_sync(w.next, fail_from_another)
+        worker.rpc.rpc_sync(worker.next, fail_from_another)
     assert "KeyError" in shown(caught.value)
     assert "the first one" in shown(caught.value)
 
@@ -140,35 +144,42 @@ def fail_from_another() -> None:
         raise OwnError("the second one") from error
 
 
-def errors_that_cant_be_pickled(w: Worker) -> None:
+@weft_only
+def test_errors_that_cant_be_pickled_are_told(worker: Worker) -> None:
     for mode in MODES:
         with pytest.raises(RuntimeError, match="has a lock") as caught:
-            call(w, mode, w.next, fail_with, (LockedError, "has a lock"))
+            call(worker, mode, worker.next, fail_with, (LockedError, "has a lock"))
         assert "LockedError" in shown(caught.value)
         with pytest.raises(RuntimeError, match="lock"):
-            call(w, mode, w.next, fail_with_a_lock)
+            call(worker, mode, worker.next, fail_with_a_lock)
 
 
 def fail_with_a_lock() -> None:
     raise OwnError(threading.Lock())
 
 
-def groups_of_errors(w: Worker) -> None:
+@weft_only
+def test_groups_of_errors_arrive(worker: Worker) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        w.rpc.rpc_sync(w.next, fail_with, (ExceptionGroup, "many", [ValueError("a"), KeyError("b")]))
+        worker.rpc.rpc_sync(
+            worker.next, fail_with, (ExceptionGroup, "many", [ValueError("a"), KeyError("b")])
+        )
     assert [type(error) for error in caught.value.exceptions] == [ValueError, KeyError]
 
 
-def handlers_that_want_to_exit(w: Worker) -> None:
+@weft_only
+def test_handlers_that_want_to_exit_dont(worker: Worker) -> None:
     """Neither sys.exit nor an interrupt in a handler ends the worker, and the caller hears of it."""
     for kind in [SystemExit, KeyboardInterrupt, GeneratorExit]:
-        error = error_of(lambda kind=kind: w.rpc.rpc_sync(w.next, fail_with, (kind, "enough"), timeout=20))
+        error = error_of(
+            lambda kind=kind: worker.rpc.rpc_sync(worker.next, fail_with, (kind, "enough"), timeout=20)
+        )
         assert kind.__name__ in shown(error)
         assert "enough" in shown(error)
         assert not isinstance(error, TimeoutError)
-        assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
-    error_of(lambda: w.rpc.rpc_sync(w.next, sys.exit, (0,), timeout=20))
-    assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
+        assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
+    error_of(lambda: worker.rpc.rpc_sync(worker.next, sys.exit, (0,), timeout=20))
+    assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
 
 
 def error_of(act: Callable[[], object]) -> BaseException:
@@ -180,31 +191,12 @@ def error_of(act: Callable[[], object]) -> BaseException:
     raise AssertionError("it returned")
 
 
-def endless_recursion(w: Worker) -> None:
+@weft_only
+def test_endless_recursion_is_an_error(worker: Worker) -> None:
     with pytest.raises(RecursionError):
-        w.rpc.rpc_sync(w.next, recurse)
-    assert w.rpc.rpc_sync(w.next, add, (1, 2)) == 3
+        worker.rpc.rpc_sync(worker.next, recurse)
+    assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3
 
 
 def recurse() -> None:
     recurse()
-
-
-BODIES = [
-    own_types_arrive,
-    the_remote_traceback_is_shown,
-    errors_go_through_workers,
-    types_that_cant_be_built,
-    futures_hold_errors,
-    what_cant_be_pickled_is_not_sent,
-    results_that_cant_be_pickled,
-]
-WEFT_ONLY = [
-    errors_arrive_whole,
-    the_cause_is_the_remote_traceback,
-    causes_of_errors_are_shown,
-    errors_that_cant_be_pickled,
-    groups_of_errors,
-    handlers_that_want_to_exit,
-    endless_recursion,
-]
