@@ -35,7 +35,7 @@ class MemberGone(Exception):
 
 def fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["weft.rpc", "tests.rpc.crew", "tests.rpc_bodies.kills"])
+    context.set_forkserver_preload(["weft.rpc", "tests.rpc.crew", "tests.rpc.kills"])
     return context
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
+import weft
 from tests.ranks import run_on
 from tests.rpc.remote_functions import DetailedError, OwnError, StubbornError, add, fail_with, give
 from tests.rpc.workers import MODES, Worker, call, shown, weft_only
@@ -200,3 +201,10 @@ def test_endless_recursion_is_an_error(worker: Worker) -> None:
 
 def recurse() -> None:
     recurse()
+
+
+@run_on()
+def test_weft_errors_are_what_they_are_in_torch() -> None:
+    assert issubclass(weft.PeerError, RuntimeError)
+    assert issubclass(weft.StateError, RuntimeError)
+    assert issubclass(weft.PeerTimeoutError, TimeoutError)

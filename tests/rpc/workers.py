@@ -158,13 +158,16 @@ def weft_only(test: T) -> T:
 
 
 def find_bodies_for_torch(modules: Iterable[ModuleType]) -> list[Body]:
-    """Of these modules the tests of a worker and nothing else that are not marked with `weft_only`."""
-    tests = [test for module in modules for name, test in vars(module).items() if name.startswith("test_")]
-    return [
-        test
-        for test in tests
-        if test not in _weft_only and list(inspect.signature(test).parameters) == ["worker"]
-    ]
+    """The tests in these modules that take a worker, of any options, and that are not `weft_only`."""
+    return [test for module in modules for test in vars(module).values() if _is_for_torch(test)]
+
+
+def _is_for_torch(test: Any) -> bool:
+    if not inspect.isfunction(test) or not test.__name__.startswith("test_") or test in _weft_only:
+        return False
+    marks: list[pytest.Mark] = getattr(test, "pytestmark", [])
+    has_options = any(mark.name == "parametrize" for mark in marks)
+    return list(inspect.signature(test).parameters) == ["worker"] and not has_options
 
 
 def run_each(worker: Worker, bodies: Sequence[Body]) -> None:
