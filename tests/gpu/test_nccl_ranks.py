@@ -28,7 +28,7 @@ from tests.data_parallel.twins import filled, make_rows, rows_of
 from tests.fully_shard import test_streams as sharded_streams
 from tests.gpu import test_dist_autograd_cuda as dist_autograd
 from tests.join import test_join as joins
-from tests.rpc_bodies.running import joined
+from tests.rpc.workers import joined
 from tests.tensor_parallel import test_streams as split_streams
 from tests.train_bodies.runs import SMALL, alone, run_each, same_as
 from weft.comm.handle import Handle

@@ -16,7 +16,10 @@ from tests.rpc.workers import from_worker0
 from weft import RemoteModule, rpc
 from weft.rpc import remote_module_methods
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 @from_worker0

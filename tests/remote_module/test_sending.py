@@ -20,7 +20,10 @@ from tests.rpc.workers import from_worker0, wait_until
 from weft import RemoteModule, rpc
 from weft.rpc.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 def attributes_of(remote: RemoteModule) -> dict[str, Any]:

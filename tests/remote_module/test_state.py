@@ -18,7 +18,10 @@ from tests.rpc.workers import from_worker0
 from weft import RemoteModule, rpc
 from weft.rpc.remote_module_owner import change_module
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 def step_there(module_rref: Any, param_rrefs: list[Any], rows: torch.Tensor) -> None:

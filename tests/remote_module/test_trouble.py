@@ -18,7 +18,7 @@ from tests.rpc.workers import from_worker0, with_options
 from weft import RemoteModule, rpc
 from weft.testing import shared_pool
 
-pytestmark = run_on(threads=3)
+pytestmark = run_on(threads=3, timeout=90, collective_timeout=60)
 
 ALLOWED = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.remote_module"]
 

@@ -13,7 +13,10 @@ from tests.ranks import run_on
 from tests.rpc.remote_functions import add, count, deferred, fail_with, me, visits
 from tests.rpc.workers import MODES, WEFT, Worker, call, weft_only, with_options
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 @deferred

@@ -15,7 +15,7 @@ from tests.ranks import run_on
 from tests.rpc.remote_functions import Counter, add, count, echo, give, nothing, spot, trail, visits
 from tests.rpc.workers import MODES, Worker, call, check_spot, takes
 
-pytestmark = run_on(threads=3, weft=3)
+pytestmark = run_on(threads=3, weft=3, timeout=90, collective_timeout=60)
 
 
 def test_calls_run_where_they_are_sent(worker: Worker) -> None:
@@ -145,7 +145,7 @@ def test_callbacks_may_call(worker: Worker) -> None:
     assert chained.wait() == 13
 
 
-@run_on(threads=1, also=True)
+@run_on(threads=1, timeout=90, collective_timeout=60, also=True)
 def test_calls_to_oneself_copy(worker: Worker) -> None:
     for mode in MODES:
         seen = call(worker, mode, worker.name, spot, (worker.lib,))
@@ -162,7 +162,7 @@ def append_three(things: list[int]) -> list[int]:
     return things
 
 
-@run_on(threads=1, also=True)
+@run_on(threads=1, timeout=90, collective_timeout=60, also=True)
 def test_nested_calls_go_round(worker: Worker) -> None:
     # Round the ring, through oneself, twice.
     hops = [worker.next, worker.after_next, worker.name, worker.next, worker.after_next, worker.name]
@@ -172,7 +172,7 @@ def test_nested_calls_go_round(worker: Worker) -> None:
     assert worker.rpc.rpc_sync(hops[0], trail, (worker.lib, hops[1:])) == hops[::-1]
 
 
-@run_on(weft=3)  # a thread of a process with many workers is nobody's
+@run_on(weft=3, timeout=90, collective_timeout=60)  # a thread of a process with many workers is nobody's
 def test_many_threads_call(worker: Worker) -> None:
     wrong: list[object] = []
 

@@ -16,7 +16,7 @@ from tests.rpc import remote_functions
 from tests.rpc.remote_functions import Spot, add, give, spot
 from tests.rpc.workers import MODES, Worker, call, check_spot
 
-pytestmark = run_on(threads=3, weft=3)
+pytestmark = run_on(threads=3, weft=3, timeout=90, collective_timeout=60)
 
 
 def test_lambdas_and_closures_run_there(worker: Worker) -> None:
@@ -117,12 +117,12 @@ def threads_of_a_handler(lib: str) -> list[str]:
     return names
 
 
-@run_on(weft=3)
+@run_on(weft=3, timeout=90, collective_timeout=60)
 def test_threads_of_handlers_are_their_workers(worker: Worker) -> None:
     assert worker.rpc.rpc_sync(worker.next, threads_of_a_handler, (worker.lib,)) == [worker.next]
 
 
-@run_on(weft=3)
+@run_on(weft=3, timeout=90, collective_timeout=60)
 def test_a_name_that_the_callee_lacks_is_named(worker: Worker) -> None:
     """The function is in the caller's module, and not in the callee's."""
     if worker.rank == 0:

@@ -15,7 +15,10 @@ from tests.ranks import run_on
 from tests.rpc.remote_functions import DetailedError, OwnError, StubbornError, add, fail_with, give
 from tests.rpc.workers import MODES, Worker, call, shown, weft_only
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 class LockedError(ValueError):

@@ -15,13 +15,15 @@ from tests.rpc.workers import WEFT
 from weft import rpc
 from weft.testing import on_ranks
 
+pytestmark = run_on(threads=2, timeout=60, collective_timeout=60)
+
 
 def join(**arguments: object) -> str:
     rpc.init_rpc(f"worker{dist.get_rank()}", **arguments)
     return f"worker{(dist.get_rank() + 1) % dist.get_world_size()}"
 
 
-@run_on(threads=3)
+@run_on(threads=3, timeout=60, collective_timeout=60)
 def test_rank_and_world_may_be_left_out() -> None:
     other = join()
     assert rpc.get_worker_info().id == dist.get_rank()
@@ -29,7 +31,7 @@ def test_rank_and_world_may_be_left_out() -> None:
     rpc.shutdown()
 
 
-@run_on(threads=3)
+@run_on(threads=3, timeout=60, collective_timeout=60)
 def test_rank_and_world_may_be_given() -> None:
     other = join(rank=dist.get_rank(), world_size=dist.get_world_size())
     assert rpc.get_worker_info().id == dist.get_rank()
@@ -37,7 +39,6 @@ def test_rank_and_world_may_be_given() -> None:
     rpc.shutdown()
 
 
-@run_on(threads=2)
 def test_again_and_again() -> None:
     for _ in range(10):
         other = join()
@@ -47,7 +48,6 @@ def test_again_and_again() -> None:
             rpc.rpc_sync(other, add, (1, 2))
 
 
-@run_on(threads=2)
 def test_init_twice() -> None:
     join()
     with pytest.raises(RuntimeError, match="RPC is already initialized"):
@@ -57,7 +57,6 @@ def test_init_twice() -> None:
         rpc.shutdown()
 
 
-@run_on(threads=2)
 def test_one_rank_is_a_worker_and_the_other_is_not(tmp_path: Path) -> None:
     """What one rank is does not make the other one, though they share a process."""
     if dist.get_rank() == 0:
@@ -73,7 +72,6 @@ def test_one_rank_is_a_worker_and_the_other_is_not(tmp_path: Path) -> None:
         rpc.shutdown()
 
 
-@run_on(threads=2)
 def test_one_that_leaves_is_named() -> None:
     other = join()
     dist.barrier()
@@ -89,6 +87,7 @@ def test_one_that_leaves_is_named() -> None:
         rpc.shutdown()
 
 
+@run_on()
 @pytest.mark.threads
 def test_no_thread_stays() -> None:
     @on_ranks(3)
@@ -102,7 +101,7 @@ def test_no_thread_stays() -> None:
     assert [thread.name for thread in set(threading.enumerate()) - before if "rpc" in thread.name] == []
 
 
-@run_on(threads=3)
+@run_on(threads=3, timeout=60, collective_timeout=60)
 def test_uneven_work() -> None:
     """Ranks end their work at different times; who waits in shutdown still answers."""
     other = join()
@@ -111,7 +110,7 @@ def test_uneven_work() -> None:
     rpc.shutdown()
 
 
-@run_on(threads=8)
+@run_on(threads=8, timeout=60, collective_timeout=60)
 def test_eight_workers_call_each_other() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     join()

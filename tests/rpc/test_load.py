@@ -18,7 +18,10 @@ from tests.rpc.workers import Worker, takes, wait_until, with_options
 from weft.rpc.bell import own_bell
 from weft.rpc.pool import Pool
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 NUM_CALLS = 3000
 NUM_CALLS_OF_THREADS = 1000  # who all share one interpreter

@@ -14,7 +14,7 @@ from tests.ranks import run_on
 from tests.rpc.remote_functions import give, keep, kept, open_gate, pass_gate, tensor_facts
 from tests.rpc.workers import Worker, weft_only
 
-pytestmark = run_on(threads=3, weft=3)
+pytestmark = run_on(threads=3, weft=3, timeout=90, collective_timeout=60)
 
 MEGABYTE = 1 << 20
 

@@ -255,6 +255,7 @@ def test_the_two_names_of_the_main_module_are_taken_for_each_other(
         assert load(pickled)[0]() == "main"
 
 
+@pytest.mark.processes
 def test_a_notebooks_functions_travel_by_value() -> None:
     script = """
         import sys

@@ -31,7 +31,10 @@ from tests.rpc.remote_functions import (
 )
 from tests.rpc.workers import Worker, run_each, wait_until, weft_only
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 FREED_SECS = 10.0
 

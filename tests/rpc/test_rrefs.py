@@ -26,7 +26,10 @@ from tests.rpc.remote_functions import (
 )
 from tests.rpc.workers import Worker, wait_until, weft_only
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 
 def test_values_stay_with_the_owner(worker: Worker) -> None:

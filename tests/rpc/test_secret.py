@@ -48,6 +48,7 @@ def test_a_weak_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyP
             resolve_secret(None)
 
 
+@pytest.mark.processes
 def test_the_variable_is_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given = secrets.token_hex()
     monkeypatch.setenv("WEFT_RPC_SECRET", given)

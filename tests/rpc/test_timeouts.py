@@ -15,7 +15,10 @@ from weft import rpc
 from weft.errors import ConfigError, ConfigTypeError
 from weft.rpc.options import check_secs, resolve_options
 
-pytestmark = [run_on(threads=3), run_on(weft=3, full=True)]
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
 
 TIMED_OUT = r"RPC ran for more than set timeout \({} ms\) and will now be marked with an error"
 SLACK_SECS = 5.0
