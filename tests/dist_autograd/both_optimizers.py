@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 
 from weft.dist_autograd.optimizer import LocalOptimizer
 
-Give = Callable[[dict[Tensor, Tensor]], None]  # say what the context holds
+Give = Callable[[dict[Tensor, Tensor]], None]  # the fixture `give`: it sets what the context holds
 
 TOLERANCES = {torch.float32: (1e-6, 1e-7), torch.float64: (1e-13, 1e-14)}  # relative, absolute
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from weft.dist_autograd import api
+from tests.dist_autograd.both_optimizers import Give
 from weft.dist_autograd import optimizer as ours
 from weft.dist_autograd.optimizer import LocalOptimizer
 from weft.errors import ConfigError, ConfigTypeError
 
 Gradients = dict[Tensor, Tensor]
-Give = Callable[[Gradients], None]
 
 KINDS = [
     (optim.SGD, {"lr": 0.1}),
@@ -30,12 +29,6 @@ KINDS = [
     (optim.Adadelta, {"rho": 0.95}),
     (optim.Adamax, {"lr": 0.1}),
 ]
-
-
-@pytest.fixture
-def give(monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Say what the context holds."""
-    return lambda gradients: monkeypatch.setattr(api, "get_gradients", lambda _: gradients)
 
 
 def make_params(num: int = 3) -> list[nn.Parameter]:

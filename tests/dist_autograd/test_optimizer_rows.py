@@ -13,7 +13,7 @@ from torch.optim import _functional
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.dist_autograd_bodies.both_optimizers import (
+from tests.dist_autograd.both_optimizers import (
     Both,
     Give,
     check_close,
@@ -22,14 +22,7 @@ from tests.dist_autograd_bodies.both_optimizers import (
     step_local,
     step_plain,
 )
-from weft.dist_autograd import api
 from weft.dist_autograd.optimizer import LocalOptimizer
-
-
-@pytest.fixture
-def give(monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Say what the context holds."""
-    return lambda gradients: monkeypatch.setattr(api, "get_gradients", lambda _: gradients)
 
 
 @pytest.fixture

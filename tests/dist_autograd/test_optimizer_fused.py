@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 
-from tests.dist_autograd_bodies.both_optimizers import (
+from tests.dist_autograd.both_optimizers import (
     Both,
     Give,
     check_close,
@@ -21,14 +21,7 @@ from tests.dist_autograd_bodies.both_optimizers import (
     step_local,
     step_plain,
 )
-from weft.dist_autograd import api
 from weft.dist_autograd.optimizer import LocalOptimizer
-
-
-@pytest.fixture
-def give(monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Say what the context holds."""
-    return lambda gradients: monkeypatch.setattr(api, "get_gradients", lambda _: gradients)
 
 
 @pytest.fixture
