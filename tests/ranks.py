@@ -142,7 +142,8 @@ class _AtEachRank:
 # -- collection -----------------------------------------------------------------------------
 
 
-def pytest_configure() -> None:
+def pytest_addoption() -> None:
+    # As soon as this plugin is there: the conftest.py of a folder is imported before pytest_configure.
     _rewrite_asserts_beside_tests()
 
 
