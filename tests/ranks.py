@@ -142,11 +142,6 @@ class _AtEachRank:
 # -- collection -----------------------------------------------------------------------------
 
 
-def pytest_addoption() -> None:
-    # As soon as this plugin is there: the conftest.py of a folder is imported before pytest_configure.
-    _rewrite_asserts_beside_tests()
-
-
 @pytest.fixture(autouse=True)
 def collected_for(request: pytest.FixtureRequest) -> Place | None:
     """The place that a test is collected for; None for one without `run_on`."""
@@ -283,3 +278,7 @@ def _rewrite_asserts_beside_tests() -> None:
     pytest.register_assert_rewrite(
         *(f"tests.{name}" for name in folders if name[0] not in "_." and not name.endswith("_bodies"))
     )
+
+
+# Before a conftest.py of a folder imports what lies beside its tests.
+_rewrite_asserts_beside_tests()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import weft
+from tests.rpc.remote_functions import DetailedError, fail_with
 from tests.rpc_bodies import acts, forgers, guests
 from tests.rpc_bodies.acts import call
 from tests.rpc_bodies.crew import Crew
-from tests.rpc_bodies.errors import DetailedError, fail_with
 from tests.rpc_bodies.places import Counter, add, give, open_gate, pass_gate
 from tests.rpc_bodies.running import WEFT, wait_until
 from tests.rpc_bodies.strangers import Bomb, attack, find_doors, knock_and_stay
@@ -181,7 +181,7 @@ def test_the_meeting_place_gives_no_secret_away() -> None:
 
 
 def test_only_what_is_allowed() -> None:
-    allow = ["torch.add", "tests.rpc_bodies.places.add", "tests.rpc_bodies.places.Counter"]
+    allow = ["torch.add", "tests.rpc.remote_functions.add", "tests.rpc.remote_functions.Counter"]
     with Crew(2) as crew:
         init_method = crew.meeting()
         joining = [
@@ -220,7 +220,7 @@ def test_a_refused_argument_does_nothing(tmp_path: Path) -> None:
         init_method = crew.meeting()
         joining = [
             crew[rank].begin(
-                acts.join, f"worker{rank}", rank, 2, init_method, allow=["tests.rpc_bodies.places.add"]
+                acts.join, f"worker{rank}", rank, 2, init_method, allow=["tests.rpc.remote_functions.add"]
             )
             for rank in range(2)
         ]
@@ -236,7 +236,7 @@ def test_a_refused_argument_does_nothing(tmp_path: Path) -> None:
 def test_a_peer_that_writes_its_messages_by_hand(tmp_path: Path) -> None:
     """It knows the secret and the documents. It is refused, and the worker works on."""
     names = ("add", "give", "Counter", "Meta", "Choices", "make_lazy")
-    allow = ["torch.nn.Identity", *(f"tests.rpc_bodies.places.{name}" for name in names)]
+    allow = ["torch.nn.Identity", *(f"tests.rpc.remote_functions.{name}" for name in names)]
     with Crew(2) as crew:
         init_method = crew.meeting()
         joining = [

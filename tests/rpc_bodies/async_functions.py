@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import weft.rpc
-from tests.rpc_bodies.calls import MODES, call
-from tests.rpc_bodies.errors import fail_with
+from tests.rpc.remote_functions import deferred, fail_with
+from tests.rpc.workers import MODES, call
 from tests.rpc_bodies.places import add, count, me, visits
-from tests.rpc_bodies.running import TORCH, WEFT, Worker
-
-
-def deferred(function: Any) -> Any:
-    """Both libraries' mark, so that one function serves both."""
-    marked = weft.rpc.functions.async_execution(function)
-    return import_module(TORCH).functions.async_execution(marked)
+from tests.rpc_bodies.running import WEFT, Worker
 
 
 @deferred

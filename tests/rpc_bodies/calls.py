@@ -11,19 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rpc.workers import MODES, Worker, call, takes
 from tests.rpc_bodies.places import Counter, Spot, add, count, echo, give, nothing, spot, visits
-from tests.rpc_bodies.running import Worker, takes
-
-MODES = ["sync", "async", "remote"]
-
-
-def call(w: Worker, mode: str, to: Any, func: Any, args: Any = None, kwargs: Any = None, **more: Any) -> Any:
-    """Call in one of the three ways, and wait for what comes of it."""
-    if mode == "sync":
-        return w.rpc.rpc_sync(to, func, args=args, kwargs=kwargs, **more)
-    if mode == "async":
-        return w.rpc.rpc_async(to, func, args=args, kwargs=kwargs, **more).wait()
-    return w.rpc.remote(to, func, args=args, kwargs=kwargs, **more).to_here()
 
 
 def check_spot(w: Worker, seen: Spot, rank: int) -> None:

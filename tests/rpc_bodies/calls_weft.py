@@ -11,8 +11,9 @@ from importlib import import_module
 import pytest
 import torch
 
+from tests.rpc.workers import MODES, call
 from tests.rpc_bodies import places
-from tests.rpc_bodies.calls import MODES, call, check_spot
+from tests.rpc_bodies.calls import check_spot
 from tests.rpc_bodies.places import Spot, add, spot
 from tests.rpc_bodies.running import Worker
 

@@ -6,34 +6,12 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import pytest
 
-from tests.rpc_bodies.calls import MODES, call
-from tests.rpc_bodies.places import add, give
+from tests.rpc.remote_functions import DetailedError, OwnError, StubbornError, add, fail_with, give
+from tests.rpc.workers import MODES, call
 from tests.rpc_bodies.running import Worker, shown
-
-
-class OwnError(ValueError):
-    """Takes one text, as most do."""
-
-
-class DetailedError(RuntimeError):
-    """Has attributes, and arguments that aren't its text."""
-
-    def __init__(self, code: int, detail: str) -> None:
-        super().__init__(code, detail)
-        self.code = code
-        self.detail = detail
-        self.later: list[int] = []
-
-
-class StubbornError(Exception):
-    """Can't be built again from its args."""
-
-    def __init__(self, is_bad: bool, text: str) -> None:
-        super().__init__(text)
 
 
 class LockedError(ValueError):
@@ -42,10 +20,6 @@ class LockedError(ValueError):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.lock = threading.Lock()
-
-
-def fail_with(kind: type[BaseException], *args: Any) -> None:
-    raise kind(*args)
 
 
 def fail_deep_down(text: str) -> None:

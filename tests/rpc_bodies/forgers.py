@@ -88,7 +88,7 @@ def _tensor_in_a_file(to: str, flag: Path) -> Any:
     flag.write_bytes(b"secret" * 4000)
     place = (f"../..{flag}", "x", 1, 4096, flag.stat().st_ino, 0, 4096, 4096)
     descriptor = ("uint8", (4096,), None, False, None, place)
-    what = ("tests.rpc_bodies.places", "give")
+    what = ("tests.rpc.remote_functions", "give")
     try:
         return ask(to, direct((what, (None,), (0,), {}, (descriptor,), None)))
     finally:
@@ -99,12 +99,12 @@ def _tensor_in_a_file(to: str, flag: Path) -> Any:
 def _tensor_in_own_memory(to: str, flag: Path) -> Any:
     bell = registry.current_agent().directory.find(to).card.bell
     descriptor = ("uint8", (64,), None, False, None, (*bell, 0, 4096, 64))
-    return ask(to, direct((("tests.rpc_bodies.places", "give"), (None,), (0,), {}, (descriptor,), None)))
+    return ask(to, direct((("tests.rpc.remote_functions", "give"), (None,), (0,), {}, (descriptor,), None)))
 
 
 def _tensor_beyond_its_bytes(to: str, flag: Path) -> Any:
     descriptor = ("float32", (1 << 20,), (4,), False, None, None)
-    index = (("tests.rpc_bodies.places", "give"), (None,), (0,), {}, (descriptor,), None)
+    index = (("tests.rpc.remote_functions", "give"), (None,), (0,), {}, (descriptor,), None)
     return ask(to, direct(index), [bytes(64)])
 
 
@@ -129,7 +129,7 @@ def _a_bomb_in_a_notice(to: str, flag: Path) -> Any:
 
 def _an_rref_of_nobody(to: str, flag: Path) -> Any:
     index = (
-        ("tests.rpc_bodies.places", "give"),
+        ("tests.rpc.remote_functions", "give"),
         (None,),
         (),
         {},
@@ -149,13 +149,13 @@ def _an_answer_that_imports(to: str, flag: Path) -> Any:
     """To pickle an object by name, Python imports the module that it names."""
     state = mapped(__reduce_ex__=named("builtins", "str"), __module__=text("this"))
     identity = built(made(named("torch.nn.modules.linear", "Identity")), state)
-    body = program(named("tests.rpc_bodies.places", "give"), parts(identity) + mapped() + pickle.TUPLE3)
+    body = program(named("tests.rpc.remote_functions", "give"), parts(identity) + mapped() + pickle.TUPLE3)
     return ask(to, pickled(body))
 
 
 def _a_class_that_imports(to: str, flag: Path) -> Any:
     body = program(
-        named("tests.rpc_bodies.places", "Meta"),
+        named("tests.rpc.remote_functions", "Meta"),
         parts(text("X"), parts(), mapped(__module__=text("this"))) + mapped() + pickle.TUPLE3,
     )
     return ask(to, pickled(body))
@@ -163,7 +163,7 @@ def _a_class_that_imports(to: str, flag: Path) -> Any:
 
 def _an_enum_that_imports(to: str, flag: Path) -> Any:
     body = program(
-        named("tests.rpc_bodies.places", "Choices"),
+        named("tests.rpc.remote_functions", "Choices"),
         parts(text("X"), text("a b")) + mapped(module=text("this")) + pickle.TUPLE3,
     )
     return ask(to, pickled(body))
@@ -191,7 +191,7 @@ def _cards_of_its_own_making(to: str, flag: Path) -> Any:
         body = write_notice(("hello", card.encode(), None))
         parts = encode_parts(Kind.CONTROL, card.id, 0, agent.epoch, body, ())
         agent.links.send(its.id, parts)
-    assert ask(to, direct((("tests.rpc_bodies.places", "add"), (1, 2), (), {}, None, None))) == 3
+    assert ask(to, direct((("tests.rpc.remote_functions", "add"), (1, 2), (), {}, None, None))) == 3
     raise weft.RefusedError("nobody answers a notice")
 
 

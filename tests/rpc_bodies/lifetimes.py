@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.rpc_bodies.errors import OwnError
+from tests.rpc.remote_functions import OwnError
 from tests.rpc_bodies.places import (
     Tracked,
     drop,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rpc_bodies.errors import OwnError, fail_with
+from tests.rpc.remote_functions import OwnError, fail_with
 from tests.rpc_bodies.places import Counter, add, drop, give, keep, kept, me, open_gate, pass_gate, spot
 from tests.rpc_bodies.running import Worker, wait_until
 

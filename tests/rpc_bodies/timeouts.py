@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import weft
-from tests.rpc_bodies.calls import call
+from tests.rpc.workers import call
 from tests.rpc_bodies.places import Counter, add, open_gate, pass_gate
 from tests.rpc_bodies.running import Worker, takes
 

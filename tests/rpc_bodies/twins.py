@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.rpc.remote_functions import StubbornError, fail_with
 from tests.rpc_bodies import places
-from tests.rpc_bodies.errors import StubbornError, fail_with
 from tests.rpc_bodies.payloads import shapes
 from tests.rpc_bodies.places import Counter, add, give, nothing, open_gate, pass_gate, tensor_facts
 from tests.rpc_bodies.running import RANKS, Body, Worker, joined, run_each

@@ -34,7 +34,7 @@ def work_within_limits() -> None:
 
 
 def test_workers_that_allow_little() -> None:
-    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc_bodies"]
+    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc", "tests.rpc_bodies"]
     on_threads(from_worker0(work_within_limits), allow=names)
 
 
@@ -50,7 +50,7 @@ def follow_paths() -> None:
 
 
 def test_paths_run_no_property() -> None:
-    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc_bodies"]
+    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc", "tests.rpc_bodies"]
     on_threads(from_worker0(follow_paths), allow=names)
 
 
@@ -65,7 +65,7 @@ def assign_expanded() -> None:
 
 
 def test_assigned_parameters_have_memory_for_each_element() -> None:
-    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc_bodies"]
+    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc", "tests.rpc_bodies"]
     on_threads(from_worker0(assign_expanded), allow=names)
 
 
@@ -79,7 +79,7 @@ def empty_a_module() -> None:
 
 def test_a_peer_does_not_read_memory_that_was_freed() -> None:
     """torch writes NaN into new memory here, as others had something in it before."""
-    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc_bodies"]
+    names = ["weft.rpc.remote_module_owner", "weft.rpc.remote_module", "tests.rpc", "tests.rpc_bodies"]
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan()
