@@ -1,11 +1,14 @@
-"""`give`, for tests of an owner's optimizer: what a context holds."""
+"""Fixtures: `worker`, of tests with RPC, and `give`, of tests of an owner's optimizer."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.dist_autograd.both_optimizers import Give
+from tests.rpc.workers import worker
 from weft.dist_autograd import api
+
+__all__ = ["give", "worker"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 
+import weft
 from tests.dist_autograd.both_optimizers import (
     Both,
     Give,
@@ -21,7 +22,11 @@ from tests.dist_autograd.both_optimizers import (
     step_local,
     step_plain,
 )
+from tests.ranks import run_on
+from tests.rpc.workers import from_worker0, with_options
+from weft import DistributedOptimizer, dist_autograd, rpc
 from weft.dist_autograd.optimizer import LocalOptimizer
+from weft.dist_autograd.quick_steps import step_quickly
 
 
 @pytest.fixture
@@ -235,3 +240,111 @@ def test_strides_of_parameters_and_gradients_count(
         plain.step()
     check_close(param, wanted)
     check_close(memory, wanted_memory)
+
+
+# `fused=True`, which a peer asks for: torch's kernels walk each tensor from its first element on
+
+
+FUSED = [
+    (optim.SGD, {"lr": 1.0, "momentum": 0.5}),
+    (optim.Adam, {"lr": 0.5, "amsgrad": True}),
+    (optim.AdamW, {"lr": 0.5}),
+    (optim.Adagrad, {"lr": 0.5}),
+]
+ROWS, COLUMNS = 40, 50
+
+
+def step_once(
+    kind: type[optim.Optimizer], options: dict[str, Any], grad: Tensor, state: Any = None
+) -> Tensor:
+    """A parameter's values after a step, with a gradient and a state that lie in any way."""
+    local = LocalOptimizer(kind, [nn.Parameter(torch.zeros(COLUMNS, ROWS).t())], kwargs=options)
+    ((_, twin),) = local._pairs
+    if state is not None:
+        twin.grad = torch.ones_like(twin)
+        local.optim.step()
+        for name in local.optim.state[twin].keys() - {"step"}:
+            local.optim.state[twin][name] = state()
+    twin.grad = grad
+    step_quickly(local.optim)
+    return twin.detach()
+
+
+@pytest.mark.parametrize(("kind", "options"), FUSED)
+def test_fused_kernels_walk_gradients_and_states_that_lie_in_any_way(
+    kind: type[optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """Torch's kernels walk each from its first element on: they would read and write beyond expanded ones."""
+    fused = options | {"fused": True}
+    grads = [
+        torch.tensor(2.0).expand(ROWS, COLUMNS),
+        torch.arange(float(COLUMNS)).expand(ROWS, COLUMNS),
+        torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS),
+        torch.arange(float(2 * ROWS * COLUMNS)).view(ROWS, 2 * COLUMNS)[:, ::2],
+    ]
+    for grad in grads:
+        torch.testing.assert_close(step_once(kind, fused, grad), step_once(kind, options, grad.clone()))
+        expanded = step_once(kind, fused, grad, lambda: torch.tensor(0.5).expand(ROWS, COLUMNS))
+        written_out = step_once(kind, options, grad.clone(), lambda: torch.full((ROWS, COLUMNS), 0.5))
+        torch.testing.assert_close(expanded, written_out)
+
+
+def test_fused_kernels_get_no_parameter_that_lies_in_its_own_way() -> None:
+    for param in (torch.zeros(1).expand(100), torch.zeros(100, 2)[:, 0]):
+        local = LocalOptimizer(optim.SGD, [param.requires_grad_()], kwargs={"lr": 1.0, "fused": True})
+        ((_, twin),) = local._pairs
+        twin.grad = torch.ones(100)
+        with pytest.raises(weft.ConfigError, match="elements must lie side by side"):
+            step_quickly(local.optim)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(1), torch.zeros(100, 1), torch.zeros(100).to_sparse()])
+def test_fused_kernels_get_no_state_of_another_shape(state: Tensor) -> None:
+    local = LocalOptimizer(optim.Adam, [torch.zeros(100).requires_grad_()], kwargs={"lr": 1.0, "fused": True})
+    ((_, twin),) = local._pairs
+    twin.grad = torch.ones(100)
+    step_quickly(local.optim)
+    local.optim.state[twin]["exp_avg"] = state
+    with pytest.raises(weft.ConfigError, match="the state 'exp_avg' of a parameter"):
+        step_quickly(local.optim)
+
+
+@run_on(threads=2, timeout=60, collective_timeout=60)
+@with_options(allow=["torch.optim.Adam", "torch.mul"])
+@from_worker0
+def test_fused_kernels_get_no_state_that_is_too_short() -> None:
+    weight = rpc.remote("worker1", torch.mul, (torch.ones(100), 3.0))
+    for is_fused in (True, False):
+        optimizer = DistributedOptimizer(optim.Adam, [weight], lr=0.1, fused=is_fused)
+        state = optimizer.state_dict()["worker1"]
+        kept = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(3)}
+        short = {**state, "state": {0: kept}}
+        single = {**state, "state": {0: kept | {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}}}
+        chosen = {
+            **state,
+            "param_groups": [{**group, "fused": not is_fused} for group in state["param_groups"]],
+        }
+        for crafted in (
+            chosen,
+            {"state": [], "param_groups": {}},
+            *([short, single] if is_fused else []),
+        ):
+            with pytest.raises(weft.PeerError, match="has not the form that weft's workers send"):
+                optimizer.load_state_dict({"worker1": crafted})
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@run_on(threads=2, timeout=60, collective_timeout=60)
+@from_worker0
+def test_a_fused_step_with_the_gradient_of_a_sum() -> None:
+    """It is one number, expanded: so it travels, and so it arrives at its parameter."""
+    weight = rpc.remote("worker1", make_weight)
+    optimizer = DistributedOptimizer(optim.SGD, [weight], lr=1.0, fused=True)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [weight.to_here().sum()])
+        optimizer.step(context_id)
+    assert weight.to_here().equal(torch.full((10_000,), -1.0))
+
+
+def make_weight() -> Tensor:
+    return torch.zeros(10_000, requires_grad=True)

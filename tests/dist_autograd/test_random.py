@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from tests.dist_autograd_bodies.random_plans import Plan, plans
-from tests.dist_autograd_bodies.random_runs import World, difference, run_locally
+from tests.dist_autograd.random_plans import Plan, plans
+from tests.dist_autograd.random_runs import World, difference, run_locally
+
+pytestmark = pytest.mark.threads
 
 RUNS = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

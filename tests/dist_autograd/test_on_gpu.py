@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import weft
-from tests.rpc_bodies.remote_module_workers import from_worker0
-from tests.rpc_bodies.running import on_processes, on_threads
+from tests.ranks import run_on
+from tests.rpc.workers import Worker, from_worker0, with_options
 from weft import RemoteModule, dist_autograd, rpc
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LIMITS: dict[str, Any] = {"timeout": 90, "collective_timeout": 60}
+WITH_MAPS = with_options(device_maps={f"worker{rank}": {0: 0} for rank in range(3)})
 
-MAPS: dict[str, Any] = {"device_maps": {f"worker{rank}": {0: 0} for rank in range(3)}}
+pytestmark = run_on(gpu=3, gpu_threads=3, **LIMITS)
+
 _weights: dict[str, nn.Parameter] = {}
 
 
@@ -47,7 +48,9 @@ def assert_close(found: Tensor, expected: Tensor | None) -> None:
     torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
-def one_call() -> None:
+@WITH_MAPS
+@from_worker0
+def test_one_call() -> None:
     rows = make_weight(1, "cuda").requires_grad_()
     for exact in (False, True):
         with dist_autograd.context() as context_id:
@@ -64,7 +67,9 @@ def one_call() -> None:
         assert_close(found_there, weight.grad)
 
 
-def there_and_back() -> None:
+@WITH_MAPS
+@from_worker0
+def test_there_and_back() -> None:
     rows = make_weight(2, "cuda").requires_grad_()
     for exact in (False, True):
         with dist_autograd.context() as context_id:
@@ -78,7 +83,9 @@ def there_and_back() -> None:
         assert_close(found_weight, weight.grad)
 
 
-def over_the_host() -> None:
+@run_on(gpu=3, **LIMITS)
+@from_worker0
+def test_over_the_host() -> None:
     """A module on a GPU whose inputs and outputs travel as the CPU's."""
     remote, local = RemoteModule("worker1/cuda:0", nn.Linear, (4, 3)), nn.Linear(4, 3)
     local.load_state_dict({key: value.cpu() for key, value in remote.state_dict().items()})
@@ -90,7 +97,9 @@ def over_the_host() -> None:
     torch.testing.assert_close(found, own_rows.grad, rtol=1e-4, atol=1e-4)
 
 
-def hooks() -> None:
+@WITH_MAPS
+@from_worker0
+def test_hooks() -> None:
     seen: list[Any] = []
     param = nn.Parameter(make_weight(4, "cuda"))
     param.register_hook(lambda grad: grad * 2)
@@ -105,22 +114,9 @@ def hooks() -> None:
     assert_close(found, 2 * (torch.ones(4, 4) @ weight.T + 1))
 
 
-BODIES = [from_worker0(body) for body in (one_call, there_and_back, hooks)]
-
-
-def test_on_processes() -> None:
-    on_processes(BODIES, **MAPS)
-
-
-def test_on_threads() -> None:
-    on_threads(BODIES, **MAPS)
-
-
-def test_over_the_host() -> None:
-    on_processes([from_worker0(over_the_host)])
-
-
-def train_replicated(worker: Any) -> None:
+@run_on(gpu=3, **LIMITS)
+@WITH_MAPS
+def test_data_parallel_under_it(worker: Worker) -> None:
     torch.cuda.set_device(0)
     for wrap in (lambda module: weft.DistributedDataParallel(module, device_ids=[0]), weft.fully_shard):
         torch.manual_seed(7)
@@ -141,7 +137,3 @@ def train_replicated(worker: Any) -> None:
             assert wanted is not None
             grad, wanted = (getattr(tensor, "_local_tensor", tensor) for tensor in (grad, wanted))
             torch.testing.assert_close(grad, wanted)
-
-
-def test_data_parallel_under_it() -> None:
-    on_processes(train_replicated, **MAPS)

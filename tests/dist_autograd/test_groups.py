@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import weft
-from tests.dist_autograd_bodies import contexts, corners, cuts, exact, passes, sharing
-from tests.dist_autograd_bodies.sewing import leaf
-from tests.rpc_bodies.places import gate_of, pass_gate
-from tests.rpc_bodies.running import WEFT, Body, on_threads, takes
+from tests.dist_autograd.leaves import leaf
+from tests.dist_autograd.test_corners import test_a_hundred_calls as a_hundred_calls
+from tests.dist_autograd.test_cuts import test_calls_back_to_the_caller as calls_back_to_the_caller
+from tests.dist_autograd.test_cuts import test_nested_calls as nested_calls
+from tests.dist_autograd.test_exact import test_unused_branches as unused_branches
+from tests.dist_autograd.test_passes import test_a_deep_graph as a_deep_graph
+from tests.dist_autograd.test_passes import test_a_ring_of_sends as a_ring_of_sends
+from tests.dist_autograd.test_sharing import test_handlers_at_once as handlers_at_once
+from tests.ranks import run_on
+from tests.rpc.remote_functions import gate_of, pass_gate
+from tests.rpc.workers import WEFT, Worker, takes, with_options
 from weft import dist_autograd, rpc
-from weft.testing import on_ranks
 
-FEW = [cuts.nested_calls, cuts.calls_back_to_the_caller, passes.a_ring_of_sends, exact.unused_branches]
+LIMITS: dict[str, Any] = {"timeout": 90, "collective_timeout": 60}
+Body = Callable[[Worker], None]
+
+pytestmark = run_on(threads=2, timeout=60)
 
 
-def test_one_thread_a_worker() -> None:
+@run_on(
+    threads=3,
+    **LIMITS,
+    body=[
+        nested_calls,
+        calls_back_to_the_caller,
+        a_ring_of_sends,
+        unused_branches,
+        a_deep_graph,
+        a_hundred_calls,
+    ],
+)
+@with_options(num_worker_threads=1)
+def test_one_thread_a_worker(worker: Worker, body: Body) -> None:
     """A part that waits for another's takes no thread of the pool."""
-    on_threads([*FEW, passes.a_deep_graph, corners.a_hundred_calls], num_worker_threads=1)
+    body(worker)
 
 
-def test_two_threads_and_many_contexts() -> None:
-    on_threads(sharing.handlers_at_once, num_worker_threads=2)
+@run_on(threads=3, **LIMITS)
+@with_options(num_worker_threads=2)
+def test_two_threads_and_many_contexts(worker: Worker) -> None:
+    handlers_at_once(worker)
 
 
-def test_few_calls_in_flight() -> None:
+@run_on(threads=3, **LIMITS, body=[nested_calls, a_ring_of_sends, a_hundred_calls])
+@with_options(max_in_flight=2)
+def test_few_calls_in_flight(worker: Worker, body: Body) -> None:
     """Gradients go to a worker that is behind with its answers when it has answered."""
-    on_threads([cuts.nested_calls, passes.a_ring_of_sends, corners.a_hundred_calls], max_in_flight=2)
-
-
-@pytest.mark.parametrize("body", [contexts.one_a_thread, passes.nothing_remote, passes.a_tuple_of_roots])
-def test_one_worker_is_a_world(body: Body) -> None:
-    on_threads(body, ranks=1)
+    body(worker)
 
 
 def join() -> str:
@@ -50,7 +74,6 @@ def one_pass(other: str) -> int:
     return context_id
 
 
-@on_ranks(2)
 def test_again_and_again() -> None:
     for _ in range(5):
         other = join()
@@ -58,7 +81,6 @@ def test_again_and_again() -> None:
         rpc.shutdown()
 
 
-@on_ranks(2)
 def test_a_context_that_outlives_its_group() -> None:
     """It ends with the group; leaving the block is no error, and the next group has its own."""
     other = join()
@@ -74,7 +96,7 @@ def test_a_context_that_outlives_its_group() -> None:
     rpc.shutdown()
 
 
-@on_ranks(1)
+@run_on(threads=1, timeout=60)
 def test_no_group() -> None:
     x = leaf(1, 3)
     for use in [
@@ -86,7 +108,6 @@ def test_no_group() -> None:
             use()
 
 
-@on_ranks(2)
 def test_one_that_leaves_in_a_pass_is_named() -> None:
     """Without a word, while the other waits for its part."""
     other = join()

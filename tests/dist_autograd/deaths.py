@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.dist_autograd_bodies.sewing import debug_counts, leaf, make_leaf, pass_on, scale
-from tests.rpc_bodies.places import gate_of, kept, pass_gate
-from tests.rpc_bodies.running import WEFT
+from tests.dist_autograd.leaves import debug_counts, leaf, make_leaf, pass_on, scale
+from tests.rpc.remote_functions import gate_of, kept, pass_gate
+from tests.rpc.workers import WEFT
 from weft import dist_autograd, rpc
 
 KEY = "the leaf"

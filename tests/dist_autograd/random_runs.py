@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
-from tests.dist_autograd_bodies.random_plans import LEAVES_A_WORKER, NUM_WORKERS, SIDE, Node, Plan
-from tests.dist_autograd_bodies.sewing import autograd, pass_on, quarters
-from tests.rpc_bodies.places import keep, kept, me
-from tests.rpc_bodies.running import WEFT, joined
+from tests.dist_autograd.leaves import autograd, pass_on, quarters
+from tests.dist_autograd.random_plans import LEAVES_A_WORKER, NUM_WORKERS, SIDE, Node, Plan
+from tests.rpc.remote_functions import keep, kept, me
+from tests.rpc.workers import WEFT, joined
 
 LIMIT = 4.0
 PLAN_SECS = 30.0

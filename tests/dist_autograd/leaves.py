@@ -6,6 +6,7 @@ So a gradient is that of the same computation on one worker, to the bit, or it i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rpc_bodies.places import count, keep, kept
-from tests.rpc_bodies.running import TORCH, WEFT, Worker, wait_until
+from tests.rpc.remote_functions import count, keep, kept, pass_gate
+from tests.rpc.workers import TORCH, WEFT, Worker, wait_until
 
 AUTOGRAD = {WEFT: "weft.dist_autograd", TORCH: "torch.distributed.autograd"}
+OPTIMIZERS = {WEFT: "weft", TORCH: "torch.distributed.optim"}
 
 
 def autograd(lib: str) -> Any:
@@ -68,6 +70,11 @@ def shift(lib: str, key: str, x: Tensor) -> Tensor:
     return x + kept(lib, key)
 
 
+def slow_down(lib: str, key: str, gate: str) -> None:
+    """The leaf's gradient comes to a gate first."""
+    kept(lib, key).register_hook(lambda gradient: pass_gate(lib, gate, gradient))
+
+
 def own(lib: str, key: str) -> Tensor:
     """The leaf itself: what the caller gets of it is cut from it."""
     return kept(lib, key)
@@ -76,6 +83,22 @@ def own(lib: str, key: str) -> Tensor:
 def pass_on(lib: str, to: str, function: Callable[..., Any], *args: Any) -> Any:
     """A nested call."""
     return import_module(lib).rpc_sync(to, function, args)
+
+
+def run_thread(work: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def run_here(thing: Tensor | Planted) -> Tensor:

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
+from tests.rpc.workers import RANKS
 from weft import DistributedOptimizer, dist_autograd, rpc
-
-RANKS = 3
-
-
-def on_threads(body: Callable[..., Any], *args: Any) -> Any:
-    """Run a body on worker 0 of three, which are threads; what it returns."""
-    return weft.launch(work, ranks=RANKS, kind="thread", args=(body, args), timeout=60)[0]
-
-
-def work(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    rank = dist.get_rank()
-    rpc.init_rpc(f"worker{rank}")
-    try:
-        seen = body(*args) if rank == 0 else None
-    except BaseException:
-        rpc.shutdown(graceful=False)
-        raise
-    rpc.shutdown()
-    return seen
 
 
 class Part(nn.Module):

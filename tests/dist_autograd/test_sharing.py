@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist_autograd_bodies.sewing import (
+from tests.dist_autograd.leaves import (
     autograd,
     debug_counts,
     everyone,
@@ -21,8 +21,16 @@ from tests.dist_autograd_bodies.sewing import (
     quarters,
     scale,
 )
-from tests.rpc_bodies.places import kept
-from tests.rpc_bodies.running import WEFT, Worker, wait_until
+from tests.ranks import run_on
+from tests.rpc.remote_functions import kept
+from tests.rpc.workers import WEFT, Worker, wait_until, weft_only
+
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
+ON_PROCESSES = run_on(weft=3, timeout=90, collective_timeout=60)
+
 
 SERVER = "worker0"
 KEY = "the server's"
@@ -94,24 +102,29 @@ def wait_empty(w: Worker) -> None:
         )
 
 
-def handlers_at_once(w: Worker) -> None:
+@weft_only
+def test_handlers_at_once(worker: Worker) -> None:
     """Each worker has several handlers running, each with a context of its own."""
-    set_up(w)
-    seeds = range(w.rank * 1000, w.rank * 1000 + NUM_CALLS * w.size)
-    calls = [w.rpc.rpc_async(f"worker{seed % w.size}", passes_of_one, (w.lib, seed)) for seed in seeds]
+    set_up(worker)
+    seeds = range(worker.rank * 1000, worker.rank * 1000 + NUM_CALLS * worker.size)
+    calls = [
+        worker.rpc.rpc_async(f"worker{seed % worker.size}", passes_of_one, (worker.lib, seed))
+        for seed in seeds
+    ]
     wrong = [each for call in calls for each in call.wait()]
     assert not wrong, wrong[:2]
-    wait_empty(w)
+    wait_empty(worker)
 
 
-def threads_at_once(w: Worker) -> None:
+@ON_PROCESSES
+def test_threads_at_once(worker: Worker) -> None:
     """Threads of the user's, of every worker."""
-    set_up(w)
+    set_up(worker)
     wrong: list[Any] = []
 
     def work(number: int) -> None:
         try:
-            wrong.extend(passes_of_one(w.lib, w.rank * 1000 + number))
+            wrong.extend(passes_of_one(worker.lib, worker.rank * 1000 + number))
         except BaseException as error:
             wrong.append(error)
 
@@ -121,20 +134,22 @@ def threads_at_once(w: Worker) -> None:
     for thread in threads:
         thread.join()
     assert not wrong, wrong[:2]
-    wait_empty(w)
+    wait_empty(worker)
 
 
-def passes_of_one_context_at_once(w: Worker) -> None:
+@weft_only
+@ON_PROCESSES
+def test_passes_of_one_context_at_once(worker: Worker) -> None:
     """Two threads run a backward each in the same context: the sum is that of both."""
-    set_up(w)
+    set_up(worker)
     x = leaf(1, 4)
     errors: list[BaseException] = []
-    with autograd(w.lib).context() as context_id:
-        losses = [(w.rpc.rpc_sync(SERVER, scale, (w.lib, KEY, x)) ** 2).sum() for _ in range(2)]
+    with autograd(worker.lib).context() as context_id:
+        losses = [(worker.rpc.rpc_sync(SERVER, scale, (worker.lib, KEY, x)) ** 2).sum() for _ in range(2)]
 
         def work(loss: Tensor) -> None:
             try:
-                autograd(w.lib).backward(context_id, [loss], exact=True)
+                autograd(worker.lib).backward(context_id, [loss], exact=True)
             except BaseException as error:
                 errors.append(error)
 
@@ -144,17 +159,21 @@ def passes_of_one_context_at_once(w: Worker) -> None:
         for thread in threads:
             thread.join()
         assert errors == []
-        found, expected = found_and_expected(w.lib, context_id, x, 2)
+        found, expected = found_and_expected(worker.lib, context_id, x, 2)
         assert found == expected
 
 
-def plain_passes_meanwhile(w: Worker) -> None:
+@weft_only
+def test_plain_passes_meanwhile(worker: Worker) -> None:
     """loss.backward() on the server's parameter, while contexts of all workers go over it."""
-    set_up(w)
-    seeds = range(w.rank * 100, w.rank * 100 + 9)
-    calls = [w.rpc.rpc_async(f"worker{seed % w.size}", passes_of_one, (w.lib, seed)) for seed in seeds]
-    if w.name == SERVER:
-        parameter, q, num_plain = kept(w.lib, KEY), quarters(7, 4), 0
+    set_up(worker)
+    seeds = range(worker.rank * 100, worker.rank * 100 + 9)
+    calls = [
+        worker.rpc.rpc_async(f"worker{seed % worker.size}", passes_of_one, (worker.lib, seed))
+        for seed in seeds
+    ]
+    if worker.name == SERVER:
+        parameter, q, num_plain = kept(worker.lib, KEY), quarters(7, 4), 0
         while not all(call.done() for call in calls):
             (parameter * q).sum().backward()
             num_plain += 1
@@ -165,21 +184,16 @@ def plain_passes_meanwhile(w: Worker) -> None:
     assert not wrong, wrong[:2]
 
 
-def contexts_that_do_nothing(w: Worker) -> None:
+@weft_only
+def test_contexts_that_do_nothing(worker: Worker) -> None:
     """Opened, used for calls, and left, many times: nothing is left over."""
-    set_up(w)
+    set_up(worker)
     x = leaf(1, 4)
     futures: list[Any] = []
     for i in range(30):
-        with autograd(w.lib).context():
-            futures += [w.rpc.rpc_async(to, torch.mul, (x, i)) for to in everyone(w)]
+        with autograd(worker.lib).context():
+            futures += [worker.rpc.rpc_async(to, torch.mul, (x, i)) for to in everyone(worker)]
             if i % 3:
                 torch.futures.wait_all(futures)
     torch.futures.wait_all(futures)
-    wait_empty(w)
-
-
-ON_PROCESSES = [threads_at_once]
-# torch's handlers that wait use up its threads.
-WEFT_ONLY = [handlers_at_once, plain_passes_meanwhile, contexts_that_do_nothing]
-WEFT_ON_PROCESSES = [passes_of_one_context_at_once]
+    wait_empty(worker)

@@ -8,9 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tests.dist_autograd_bodies.sewing import autograd, check, leaf, local_gradients, plant, quarters, same
-from tests.rpc_bodies.places import give, keep, kept
-from tests.rpc_bodies.running import Worker
+from tests.dist_autograd.leaves import autograd, check, leaf, local_gradients, plant, quarters, same
+from tests.ranks import run_on
+from tests.rpc.remote_functions import give, keep, kept
+from tests.rpc.workers import Worker
+
+pytestmark = [
+    run_on(threads=3, timeout=90, collective_timeout=60),
+    run_on(weft=3, timeout=90, collective_timeout=60, full=True),
+]
+EVERYDAY = run_on(threads=3, weft=3, timeout=90, collective_timeout=60)
+
 
 BIG = 300_000  # float64s: more than a message takes along
 
@@ -52,21 +60,22 @@ def split_and_join(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([first * 2, y, second, y[:1]])
 
 
-def changes_in_place(w: Worker) -> None:
+def test_the_callee_changes_in_place_what_it_received(worker: Worker) -> None:
     """By the callee, in what it received."""
     for function in [change_in_place, change_through_views, change_then_view, split_and_join]:
-        run(w, function, leaf(1, 2, 3), leaf(2, 2, 3))
+        run(worker, function, leaf(1, 2, 3), leaf(2, 2, 3))
 
 
-def changes_of_results(w: Worker) -> None:
+@EVERYDAY
+def test_the_caller_changes_in_place_what_came_back(worker: Worker) -> None:
     """By the caller, in what came back; the sender's tensor is another."""
-    x, theirs = leaf(1, 2, 3), plant(w, w.next, 2, 2, 3)
-    with autograd(w.lib).context() as context_id:
-        y, z = w.rpc.rpc_sync(w.next, two_results, (w.lib, theirs.key, x))
+    x, theirs = leaf(1, 2, 3), plant(worker, worker.next, 2, 2, 3)
+    with autograd(worker.lib).context() as context_id:
+        y, z = worker.rpc.rpc_sync(worker.next, two_results, (worker.lib, theirs.key, x))
         y[0].mul_(2)
         z.add_(y).clamp_(-3, 3)
-        autograd(w.lib).backward(context_id, [(y * z).sum()])
-        check(w, context_id, changed_locally, x, theirs)
+        autograd(worker.lib).backward(context_id, [(y * z).sum()])
+        check(worker, context_id, changed_locally, x, theirs)
     assert torch.equal(x.detach(), quarters(1, 2, 3))
 
 
@@ -81,17 +90,17 @@ def changed_locally(x: Tensor, p: Tensor) -> Tensor:
     return (y * z).sum()
 
 
-def changes_before_sending(w: Worker) -> None:
+def test_what_is_sent_is_the_tensor_as_it_is_then(worker: Worker) -> None:
     """What is sent is the tensor as it is then; the gradient goes through what came before."""
     x = leaf(1, 3)
-    with autograd(w.lib).context() as context_id:
+    with autograd(worker.lib).context() as context_id:
         y = x * 2
-        first = w.rpc.rpc_sync(w.next, give, (y,))
+        first = worker.rpc.rpc_sync(worker.next, give, (y,))
         y.mul_(3)
-        second = w.rpc.rpc_sync(w.next, give, (y,))
+        second = worker.rpc.rpc_sync(worker.next, give, (y,))
         y.add_(1)
-        autograd(w.lib).backward(context_id, [(first * second + y).sum()])
-        check(w, context_id, lambda x: (x * 2 * x * 6 + x * 6 + 1).sum(), x)
+        autograd(worker.lib).backward(context_id, [(first * second + y).sum()])
+        check(worker, context_id, lambda x: (x * 2 * x * 6 + x * 6 + 1).sum(), x)
 
 
 LAYOUTS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
@@ -108,32 +117,32 @@ LAYOUTS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
 ]
 
 
-def layouts(w: Worker) -> None:
+def test_layouts(worker: Worker) -> None:
     """Views, transposed, strided, expanded, of no dimension, of no element, large: as argument, as result."""
     for number, (make, shape) in enumerate(LAYOUTS):
         x = leaf(number, *shape)
         for function, args in [(torch.mul, (make(x), 3)), (make_layout, (number, x))]:
-            with autograd(w.lib).context() as context_id:
-                y = w.rpc.rpc_sync(w.next, function, args)
+            with autograd(worker.lib).context() as context_id:
+                y = worker.rpc.rpc_sync(worker.next, function, args)
                 assert y.shape == make(x).shape
-                autograd(w.lib).backward(context_id, [total(y)])
-                check(w, context_id, lambda x, number=number: total(make_layout(number, x)), x)
+                autograd(worker.lib).backward(context_id, [total(y)])
+                check(worker, context_id, lambda x, number=number: total(make_layout(number, x)), x)
 
 
 def make_layout(number: int, x: Tensor) -> Tensor:
     return LAYOUTS[number][0](x * 3)
 
 
-def dtypes(w: Worker) -> None:
+def test_a_gradient_has_the_dtype_of_its_tensor(worker: Worker) -> None:
     """A gradient has the dtype of its tensor, whatever the worker in between makes of it."""
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for dtype in kinds:
         x = quarters(1, 3).to(dtype).requires_grad_()
-        with autograd(w.lib).context() as context_id:
-            y = w.rpc.rpc_sync(w.next, widen, (x,))
-            autograd(w.lib).backward(context_id, [y.to(torch.complex128).abs().sum()])
+        with autograd(worker.lib).context() as context_id:
+            y = worker.rpc.rpc_sync(worker.next, widen, (x,))
+            autograd(worker.lib).backward(context_id, [y.to(torch.complex128).abs().sum()])
             (expected,) = local_gradients(lambda x: widen(x).to(torch.complex128).abs().sum(), x)
-            (found,) = autograd(w.lib).get_gradients(context_id).values()
+            (found,) = autograd(worker.lib).get_gradients(context_id).values()
             assert found.dtype == dtype
             assert same(found, expected)
 
@@ -142,13 +151,13 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.complex128) * 3
 
 
-def parameters(w: Worker) -> None:
+def test_parameters(worker: Worker) -> None:
     """A parameter arrives as what it stands for; the gradient is the parameter's."""
     x = nn.Parameter(quarters(1, 3))
-    with autograd(w.lib).context() as context_id:
-        y = w.rpc.rpc_sync(w.next, torch.mul, (x, 3))
-        autograd(w.lib).backward(context_id, [y.sum()])
-        check(w, context_id, lambda x: (x * 3).sum(), x)
+    with autograd(worker.lib).context() as context_id:
+        y = worker.rpc.rpc_sync(worker.next, torch.mul, (x, 3))
+        autograd(worker.lib).backward(context_id, [y.sum()])
+        check(worker, context_id, lambda x: (x * 3).sum(), x)
 
 
 def make_embedding(lib: str, key: str, sparse: bool) -> None:
@@ -166,18 +175,18 @@ def embedding_gradient(lib: str, context_id: int, key: str) -> Tensor:
     return autograd(lib).get_gradients(context_id)[kept(lib, key).weight]
 
 
-def sparse_gradients_of_a_server(w: Worker) -> None:
+def test_sparse_gradients_of_a_server(worker: Worker) -> None:
     """Two look-ups of one table, and two passes: one sum, sparse."""
     rows = [torch.tensor([0, 2, 2, 5]), torch.tensor([2, 3])]
     for sparse in [True, False]:
-        key = f"table {sparse} {w.name}"
-        w.rpc.rpc_sync(w.next, make_embedding, (w.lib, key, sparse))
-        with autograd(w.lib).context() as context_id:
-            parts = [w.rpc.rpc_sync(w.next, look_up, (w.lib, key, each)) for each in rows]
+        key = f"table {sparse} {worker.name}"
+        worker.rpc.rpc_sync(worker.next, make_embedding, (worker.lib, key, sparse))
+        with autograd(worker.lib).context() as context_id:
+            parts = [worker.rpc.rpc_sync(worker.next, look_up, (worker.lib, key, each)) for each in rows]
             loss = total(torch.cat(parts))
-            autograd(w.lib).backward(context_id, [loss], retain_graph=True)
-            autograd(w.lib).backward(context_id, [loss])
-            found = w.rpc.rpc_sync(w.next, embedding_gradient, (w.lib, context_id, key))
+            autograd(worker.lib).backward(context_id, [loss], retain_graph=True)
+            autograd(worker.lib).backward(context_id, [loss])
+            found = worker.rpc.rpc_sync(worker.next, embedding_gradient, (worker.lib, context_id, key))
             expected = local_gradients(partial(looked_up, torch.cat(rows), sparse), quarters(9, 6, 2))[0]
             assert expected is not None
             assert found.is_sparse == sparse
@@ -188,16 +197,16 @@ def looked_up(rows: Tensor, sparse: bool, weight: Tensor) -> Tensor:
     return 2 * total(nn.functional.embedding(rows, weight, sparse=sparse))
 
 
-def sparse_gradients_that_travel(w: Worker) -> None:
+def test_sparse_gradients_that_travel(worker: Worker) -> None:
     """The table is here and is used there: what comes back for it is sparse; a dense one may join it."""
     weight, rows = leaf(1, 6, 2), torch.tensor([1, 4, 4])
     for mixed in [False, True]:
-        with autograd(w.lib).context() as context_id:
-            y = w.rpc.rpc_sync(w.next, look_up_in, (weight, rows))
+        with autograd(worker.lib).context() as context_id:
+            y = worker.rpc.rpc_sync(worker.next, look_up_in, (weight, rows))
             loss = total(y) + (weight.sum() if mixed else 0)
-            autograd(w.lib).backward(context_id, [loss])
+            autograd(worker.lib).backward(context_id, [loss])
             check(
-                w,
+                worker,
                 context_id,
                 lambda p, mixed=mixed: total(look_up_in(p, rows)) + (p.sum() if mixed else 0),
                 weight,
@@ -208,25 +217,12 @@ def look_up_in(weight: Tensor, rows: Tensor) -> Tensor:
     return nn.functional.embedding(rows, weight, sparse=True)
 
 
-def gradients_are_not_shared(w: Worker) -> None:
+def test_gradients_are_not_shared(worker: Worker) -> None:
     """What one context holds, or a user changes in place, is no other leaf's gradient."""
     x, y = leaf(1, 3), leaf(2, 3)
-    with autograd(w.lib).context() as context_id:
-        z = w.rpc.rpc_sync(w.next, torch.add, (x, y))
-        autograd(w.lib).backward(context_id, [z.sum()])
-        gradients = autograd(w.lib).get_gradients(context_id)
+    with autograd(worker.lib).context() as context_id:
+        z = worker.rpc.rpc_sync(worker.next, torch.add, (x, y))
+        autograd(worker.lib).backward(context_id, [z.sum()])
+        gradients = autograd(worker.lib).get_gradients(context_id)
         gradients[x].mul_(5)
         assert gradients[y].tolist() == [1.0] * 3
-
-
-BODIES = [
-    changes_in_place,
-    changes_of_results,
-    changes_before_sending,
-    layouts,
-    dtypes,
-    parameters,
-    sparse_gradients_of_a_server,
-    sparse_gradients_that_travel,
-    gradients_are_not_shared,
-]

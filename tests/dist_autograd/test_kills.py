@@ -9,12 +9,14 @@ from contextlib import suppress
 
 import pytest
 
-from tests.dist_autograd_bodies import deaths
-from tests.dist_autograd_bodies.deaths import End
-from tests.rpc_bodies import acts
-from tests.rpc_bodies.acts import count_at
-from tests.rpc_bodies.crew import Crew, MemberGone
-from tests.rpc_bodies.running import wait_until
+from tests.dist_autograd import deaths
+from tests.dist_autograd.deaths import End
+from tests.rpc import acts
+from tests.rpc.acts import count_at
+from tests.rpc.crew import Crew, MemberGone
+from tests.rpc.workers import wait_until
+
+pytestmark = pytest.mark.processes
 
 NOTICED_SECS = 2.0
 SLACK_SECS = 1.0  # for a machine that has other things to do

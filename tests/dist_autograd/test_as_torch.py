@@ -1,6 +1,6 @@
 """One body with torch.distributed.autograd and with weft.dist_autograd: the same gradients and errors.
 
-The bodies that the other tests run with weft run here with torch: what they ask for is what torch does.
+Tests of this folder that hold for torch's, too, run here with that: what they ask for is what torch does.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,29 +16,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import autograd as torch_autograd
 
-from tests.dist_autograd_bodies import (
-    contexts,
-    corners,
-    cuts,
-    failing,
-    hooks,
-    optimizing,
-    passes,
-    received,
-    sharing,
+from tests.dist_autograd import (
+    test_contexts,
+    test_corners,
+    test_cuts,
+    test_failing,
+    test_hooks,
+    test_optimizer,
+    test_passes,
+    test_received,
+    test_sharing,
 )
-from tests.dist_autograd_bodies.training import Trace, run_loops
-from tests.rpc_bodies.crew import Crew
-from tests.rpc_bodies.running import RANKS, TORCH, WEFT, Body, joined, run_each
+from tests.dist_autograd.training import Trace, run_loops
+from tests.rpc.crew import Crew
+from tests.rpc.workers import RANKS, TORCH, WEFT, Body, find_bodies_for_torch, joined, run_each
 from weft import dist_autograd
 
 pytestmark = pytest.mark.full
 
-GROUPS: list[Sequence[Body]] = [
-    [*contexts.BODIES, *contexts.ON_PROCESSES, *cuts.BODIES],
-    [*received.BODIES, *passes.BODIES, *sharing.ON_PROCESSES, *corners.BODIES, *corners.ON_PROCESSES],
-    [*hooks.BODIES, *failing.BODIES, *optimizing.BODIES],
-]
+GROUPS = {
+    "contexts, cuts": [test_contexts, test_cuts],
+    "received, passes": [test_received, test_passes, test_sharing, test_corners],
+    "hooks, failing": [test_hooks, test_failing, test_optimizer],
+}
 
 
 def run_bodies(bodies: Sequence[Body], rank: int, stores: list[str]) -> None:
@@ -61,9 +62,10 @@ def on_crew(act: Any, *args: Any) -> list[Any]:
         return [future.result() for future in acting]
 
 
-@pytest.mark.parametrize("bodies", GROUPS, ids=["contexts, cuts", "received, passes", "hooks, failing"])
-def test_bodies_with_torch(bodies: Sequence[Body]) -> None:
-    on_crew(run_bodies, bodies)
+@pytest.mark.processes
+@pytest.mark.parametrize("modules", GROUPS.values(), ids=GROUPS)
+def test_bodies_with_torch(modules: Sequence[ModuleType]) -> None:
+    on_crew(run_bodies, find_bodies_for_torch(modules))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,7 @@ def traces() -> dict[str, Trace]:
     return {lib: on_crew(run_loops, lib)[0] for lib in (TORCH, WEFT)}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("loop", ["pipeline", "tables", "recurrent"])
 def test_the_same_training(traces: dict[str, Trace], loop: str) -> None:
     """Losses, gradients and parameters of each step."""

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.dist_autograd_bodies.optimizing import OPTIMIZERS
-from tests.dist_autograd_bodies.sewing import autograd
-from tests.rpc_bodies.places import keep, kept
-from tests.rpc_bodies.running import RANKS, Worker, joined
+from tests.dist_autograd.leaves import OPTIMIZERS, autograd
+from tests.rpc.remote_functions import keep, kept
+from tests.rpc.workers import RANKS, Worker, joined
 
 Trace = dict[str, Tensor]
 WIDTH, NUM_ROWS, NUM_STEPS = 6, 5, 3
