@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import autograd as torch_autograd
 
 from tests.rpc.remote_functions import count, keep, kept, pass_gate
 from tests.rpc.workers import TORCH, WEFT, Worker, wait_until
+from weft import dist_autograd
 
-AUTOGRAD = {WEFT: "weft.dist_autograd", TORCH: "torch.distributed.autograd"}
+# Modules: weft's must be there before RPC begins.
+AUTOGRAD = {WEFT: dist_autograd, TORCH: torch_autograd}
 OPTIMIZERS = {WEFT: "weft", TORCH: "torch.distributed.optim"}
 
 
 def autograd(lib: str) -> Any:
-    return import_module(AUTOGRAD[lib])
+    return AUTOGRAD[lib]
 
 
 def quarters(seed: int, *shape: int) -> Tensor:
