@@ -6,14 +6,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.data_parallel.models import Branches
 from tests.data_parallel.twins import assert_same_gradient
-from tests.ddp_rpc_bodies.libraries import dist_autograd, fp16_compress_hook, on_this_library, rpc
-from tests.ddp_rpc_bodies.modes import context_gradients, named_parameters, rows_of, untouched_grad
-from tests.ddp_rpc_bodies.pipelines import (
+from tests.data_parallel_rpc.libraries import dist_autograd, fp16_compress_hook, rpc, weft_only
+from tests.data_parallel_rpc.modes import (
+    context_gradients,
+    named_parameters,
+    noting_hook,
+    rows_of,
+    untouched_grad,
+)
+from tests.data_parallel_rpc.pipelines import (
     BACK,
     FRONT,
     MIDDLE,
@@ -30,9 +37,21 @@ from tests.ddp_rpc_bodies.pipelines import (
     mean_square,
     without,
 )
-from tests.ddp_rpc_bodies.running import Trainer
-from tests.ddp_rpc_bodies.same_options import noting_hook
-from tests.ddp_rpc_bodies.wraps import WRAPS, Wrap, ddp, replicated
+from tests.data_parallel_rpc.trainers import (
+    LIMITS,
+    Trainer,
+    Wrap,
+    ddp,
+    each_wrap,
+    replicated,
+)
+from tests.ranks import run_on
+
+pytestmark = [
+    run_on(threads=3, gloo_threads=3, **LIMITS),
+    run_on(weft=3, gloo=3, full=True, **LIMITS),
+]
+
 
 MakeModel = Callable[..., nn.Module]
 
@@ -100,42 +119,42 @@ def check_around(t: Trainer, make: MakeModel, wrap: Wrap, seeds: dict[str, int])
                 check(part.gradients(context_id), below(by_rank[t.rank], name), name)
 
 
-def forked(t: Trainer) -> None:
-    for wrap in WRAPS:
-        check_around(t, Forked, wrap, {"middle": MIDDLE})
+@each_wrap
+def test_forked(trainer: Trainer, wrap: Wrap) -> None:
+    check_around(trainer, Forked, wrap, {"middle": MIDDLE})
 
 
-def fanned(t: Trainer) -> None:
-    for wrap in WRAPS:
-        check_around(t, Fanned, wrap, {"middle": MIDDLE, "other": 9})
+@each_wrap
+def test_fanned(trainer: Trainer, wrap: Wrap) -> None:
+    check_around(trainer, Fanned, wrap, {"middle": MIDDLE, "other": 9})
 
 
-def shortened(t: Trainer) -> None:
-    for wrap in WRAPS:
-        check_around(t, Shortened, wrap, {"middle": MIDDLE})
+@each_wrap
+def test_shortened(trainer: Trainer, wrap: Wrap) -> None:
+    check_around(trainer, Shortened, wrap, {"middle": MIDDLE})
 
 
-def hooks_run_once(t: Trainer) -> None:
+@weft_only("does not call them under distributed autograd")
+@pytest.mark.parametrize("wrap", [ddp, replicated])
+def test_hooks_run_once(trainer: Trainer, wrap: Wrap) -> None:
     """Of leaves and non-leaves that have a way here and a way there: once, with the whole gradient."""
     twin, calls = Forked(make_part(MIDDLE)), []
-    for wrap in (ddp, replicated):
-        model = wrap(t, Forked(RemotePart(t.server, make_part, MIDDLE)))
-        for name, param in named_parameters(model):
-            param.register_post_accumulate_grad_hook(
-                lambda param, name=name: calls.append((name, param.grad))
-            )
-        by_rank = every_ranks(twin, t.ranks, mean_square)
-        right = without(mean_of(by_rank), "middle")
-        for _ in range(2):
-            calls.clear()
-            with untouched_grad(model), dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [mean_square(model, t.rank)])
-            assert sorted(name for name, _ in calls) == sorted(right), wrap.__name__
-            for name, grad in calls:
-                assert_same_gradient(grad, right[name], f"{name} in its hook", tolerance=1e-12)
+    model = wrap(trainer, Forked(RemotePart(trainer.server, make_part, MIDDLE)))
+    for name, param in named_parameters(model):
+        param.register_post_accumulate_grad_hook(lambda param, name=name: calls.append((name, param.grad)))
+    by_rank = every_ranks(twin, trainer.ranks, mean_square)
+    right = without(mean_of(by_rank), "middle")
+    for _ in range(2):
+        calls.clear()
+        with untouched_grad(model), dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [mean_square(model, trainer.rank)])
+        assert sorted(name for name, _ in calls) == sorted(right), wrap.__name__
+        for name, grad in calls:
+            assert_same_gradient(grad, right[name], f"{name} in its hook", tolerance=1e-12)
 
 
-def unused_behind_a_remote_part(t: Trainer) -> None:
+@weft_only("raises where a parameter has no gradient")
+def test_unused_behind_a_remote_part(trainer: Trainer) -> None:
     """Branches of the front, which get their gradients last, or never."""
 
     def loss(model: nn.Module, rank: int, names: tuple[str, str], step: int) -> Tensor:
@@ -145,13 +164,15 @@ def unused_behind_a_remote_part(t: Trainer) -> None:
 
     options: list[dict[str, Any]] = [{"find_unused_parameters": True}, {}]
     for kwargs in options:
-        model = ddp(t, Branching(RemotePart(t.server, make_part, MIDDLE)), bucket_cap_mb=0.0001, **kwargs)
+        model = ddp(
+            trainer, Branching(RemotePart(trainer.server, make_part, MIDDLE)), bucket_cap_mb=0.0001, **kwargs
+        )
         twin = Branching(make_part(MIDDLE))
         for step, names in enumerate([("ab", "c"), ("a", "a"), ("b", "c")]):
             bound = partial(loss, names=names, step=step)
-            by_rank = every_ranks(twin, t.ranks, bound)
+            by_rank = every_ranks(twin, trainer.ranks, bound)
             with untouched_grad(model), dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [bound(model, t.rank)])
+                dist_autograd.backward(context_id, [bound(model, trainer.rank)])
                 check_context(context_id, model, without(mean_of(by_rank), "middle"), f"step {step}")
 
 
@@ -168,52 +189,50 @@ class Branching(Pipeline):
         return self.back(torch.tanh(self.middle(hidden)))
 
 
-def comm_hooks(t: Trainer) -> None:
+def test_comm_hooks(trainer: Trainer) -> None:
     """fp16, and a user's that gives twice the mean."""
-    right = without(mean_of(every_ranks(make_twin(), t.ranks, mean_square)), "middle")
+    right = without(mean_of(every_ranks(make_twin(), trainer.ranks, mean_square)), "middle")
     for hook, state, factor, tolerance in [
-        (fp16_compress_hook, t.group, 1, 1e-3),
-        (noting_hook, ([], t.group), 2, 1e-12),
+        (fp16_compress_hook, trainer.group, 1, 1e-3),
+        (noting_hook, ([], trainer.group), 2, 1e-12),
     ]:
-        middle = RemotePart(t.server, make_part, MIDDLE)
-        model = ddp(t, Pipeline(make_part(FRONT), middle, make_part(BACK)), bucket_cap_mb=0.0001)
+        middle = RemotePart(trainer.server, make_part, MIDDLE)
+        model = ddp(trainer, Pipeline(make_part(FRONT), middle, make_part(BACK)), bucket_cap_mb=0.0001)
         model.register_comm_hook(state, hook)
         for _ in range(2):
             with untouched_grad(model), dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [mean_square(model, t.rank)])
+                dist_autograd.backward(context_id, [mean_square(model, trainer.rank)])
                 for name, grad in context_gradients(context_id, model).items():
                     assert_same_gradient(grad, factor * right[name], name, tolerance)
 
 
-def exactly_what_is_used(t: Trainer) -> None:
+@weft_only("has no exact=")
+@each_wrap
+def test_exactly_what_is_used(trainer: Trainer, wrap: Wrap) -> None:
     """A result that nobody uses, and `exact`: nothing waits for it."""
-    for wrap in WRAPS:
-        middle = RemotePart(t.server, make_part, MIDDLE)
-        model = wrap(t, Pipeline(make_part(FRONT), middle, make_part(BACK)))
-        right = without(mean_of(every_ranks(make_twin(), t.ranks, mean_square)), "middle")
-        for _ in range(2):
-            with untouched_grad(model), dist_autograd.context() as context_id:
-                middle(rows_of(t.rank).requires_grad_())
-                dist_autograd.backward(context_id, [mean_square(model, t.rank)], exact=True)
-                check_context(context_id, model, right, wrap.__name__)
-
-
-def roots_with_gradients(t: Trainer) -> None:
-    """An output with the gradient that it is given, in place of a loss."""
-    for wrap in WRAPS:
-        middle = RemotePart(t.server, make_part, MIDDLE)
-        model = wrap(t, Pipeline(make_part(FRONT), middle, make_part(BACK)))
-        by_rank = every_ranks(make_twin(), t.ranks, lambda m, rank: (m(rows_of(rank)) * weights(rank)).sum())
+    middle = RemotePart(trainer.server, make_part, MIDDLE)
+    model = wrap(trainer, Pipeline(make_part(FRONT), middle, make_part(BACK)))
+    right = without(mean_of(every_ranks(make_twin(), trainer.ranks, mean_square)), "middle")
+    for _ in range(2):
         with untouched_grad(model), dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [model(rows_of(t.rank))], gradients=[weights(t.rank)])
-            check_context(context_id, model, without(mean_of(by_rank), "middle"), wrap.__name__)
+            middle(rows_of(trainer.rank).requires_grad_())
+            dist_autograd.backward(context_id, [mean_square(model, trainer.rank)], exact=True)
+            check_context(context_id, model, right, wrap.__name__)
+
+
+@weft_only("takes no gradients of roots")
+@each_wrap
+def test_roots_with_gradients(trainer: Trainer, wrap: Wrap) -> None:
+    """An output with the gradient that it is given, in place of a loss."""
+    middle = RemotePart(trainer.server, make_part, MIDDLE)
+    model = wrap(trainer, Pipeline(make_part(FRONT), middle, make_part(BACK)))
+    by_rank = every_ranks(
+        make_twin(), trainer.ranks, lambda m, rank: (m(rows_of(rank)) * weights(rank)).sum()
+    )
+    with untouched_grad(model), dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model(rows_of(trainer.rank))], gradients=[weights(trainer.rank)])
+        check_context(context_id, model, without(mean_of(by_rank), "middle"), wrap.__name__)
 
 
 def weights(rank: int) -> Tensor:
     return rows_of(rank, 77)
-
-
-BODIES = on_this_library(
-    [forked, fanned, shortened, comm_hooks],
-    [hooks_run_once, unused_behind_a_remote_part, exactly_what_is_used, roots_with_gradients],
-)

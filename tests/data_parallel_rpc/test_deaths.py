@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,21 @@ import torch
 from torch import nn
 
 import weft
-from tests.ddp_rpc_bodies.libraries import dist_autograd
-from tests.ddp_rpc_bodies.pipelines import BACK, FRONT, MIDDLE, Pipeline, RemotePart, make_part, mean_square
-from tests.ddp_rpc_bodies.running import Trainer, on_processes
-from tests.ddp_rpc_bodies.wraps import Wrap, ddp, sharded
-from weft.testing import Fault, inject
+from tests.data_parallel_rpc.libraries import dist_autograd
+from tests.data_parallel_rpc.pipelines import (
+    BACK,
+    FRONT,
+    MIDDLE,
+    Pipeline,
+    RemotePart,
+    make_part,
+    mean_square,
+)
+from tests.data_parallel_rpc.trainers import LIMITS, Trainer, Wrap, among_trainers, ddp, sharded
+from tests.ranks import SitOut
+from weft.testing import Fault, inject, shared_pool
+
+pytestmark = pytest.mark.processes
 
 SOON_SECS = 15.0  # for an error that takes two, on a machine that has other things to do
 
@@ -26,6 +37,20 @@ SOON_SECS = 15.0  # for an error that takes two, on a machine that has other thi
 def make_model(t: Trainer, wrap: Wrap, middle: Callable[..., Any]) -> Any:
     options: dict[str, Any] = {} if wrap is sharded else {"bucket_cap_mb": 0.0001}
     return wrap(t, Pipeline(make_part(FRONT), middle, make_part(BACK)), **options)
+
+
+def run_on_trainers(body: Callable[[Trainer], None]) -> None:
+    """Two trainers and a server, which are processes, on the local group."""
+    shared_pool(3).run(be_a_trainer, args=(body,), backend="weft", **LIMITS)
+
+
+def be_a_trainer(body: Callable[[Trainer], None]) -> None:
+    with suppress(SitOut), among_trainers() as trainer:
+        try:
+            body(trainer)
+        except BaseException as error:
+            error.add_note("in the body")
+            raise
 
 
 def a_trainer(wrap: Wrap, t: Trainer) -> None:
@@ -73,7 +98,7 @@ class Mortal(nn.Module):
 @pytest.mark.parametrize("wrap", [ddp, sharded], ids=lambda wrap: wrap.__name__)
 def test_a_trainer_dies(wrap: Wrap) -> None:
     with pytest.raises(weft.LaunchError) as caught:
-        on_processes([named(a_trainer, wrap)], "weft")
+        run_on_trainers(partial(a_trainer, wrap))
     assert "SIGKILL" in caught.value.failures[1]
     assert "PeerError" in caught.value.failures[0]
     assert "rank 1" in caught.value.failures[0]
@@ -82,14 +107,8 @@ def test_a_trainer_dies(wrap: Wrap) -> None:
 @pytest.mark.full
 def test_the_server_dies() -> None:
     with pytest.raises(weft.LaunchError) as caught:
-        on_processes([named(the_server, ddp)], "weft")
+        run_on_trainers(partial(the_server, ddp))
     assert "SIGKILL" in caught.value.failures[2]
     for rank in (0, 1):
         # The body was right; what fails is the end, which all would have to come to.
-        assert "in body" not in caught.value.failures[rank], caught.value.failures[rank]
-
-
-def named(body: Callable[..., None], wrap: Wrap) -> Any:
-    bound = partial(body, wrap)
-    bound.__name__ = body.__name__  # type: ignore[attr-defined]
-    return bound
+        assert "in the body" not in caught.value.failures[rank], caught.value.failures[rank]

@@ -1,4 +1,4 @@
-"""Scenarios that every way to be data parallel must pass: steps, accumulation, hooks of the user's."""
+"""Steps, accumulation and hooks of the user's: the same with each way to be data parallel."""
 
 from __future__ import annotations
 
@@ -10,85 +10,112 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.data_parallel.twins import WIDTH, filled, net
-from tests.ddp_rpc_bodies.libraries import on_this_library
-from tests.ddp_rpc_bodies.modes import Mode, Scenario, compare, copied, named_parameters, rows_of
-from tests.ddp_rpc_bodies.running import Body, Trainer
-from tests.ddp_rpc_bodies.wraps import WRAPS, Wrap, sharded, without_sync
+from tests.data_parallel_rpc.libraries import weft_only
+from tests.data_parallel_rpc.modes import (
+    Mode,
+    copied,
+    in_both_modes,
+    loss_of,
+    named_parameters,
+    rows_of,
+)
+from tests.data_parallel_rpc.trainers import (
+    LIMITS,
+    Trainer,
+    Wrap,
+    each_wrap,
+    sharded,
+    without_sync,
+)
+from tests.ranks import run_on
+
+pytestmark = [
+    run_on(threads=3, gloo_threads=3, **LIMITS),
+    run_on(weft=3, gloo=3, full=True, **LIMITS),
+]
 
 
-def loss_of(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
-    return model(rows_of(trainer.rank, step)).square().mean()
-
-
-def steps(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
-    model = wrap(t, net())
+@each_wrap
+@in_both_modes
+def test_steps(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
+    model = wrap(trainer, net())
     seen: list[Any] = []
     for i in range(3):
         with mode(model) as step:
-            loss = loss_of(model, t, i)
+            loss = loss_of(model, trainer, i)
             step.backward(loss)
             seen += [loss.detach(), step.gradients(model)]
     return seen
 
 
-def accumulated(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_accumulation(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Two forwards and backwards in one step."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     seen: list[Any] = []
     for i in range(2):
         with mode(model) as step:
             for j in range(2):
-                step.backward(loss_of(model, t, 10 * i + j))
+                step.backward(loss_of(model, trainer, 10 * i + j))
                 seen.append(step.gradients(model))
     return seen
 
 
-def one_graph_twice(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_one_graph_twice(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Two losses of one forward, one backward after the other; then a step as always."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     seen: list[Any] = []
     with mode(model) as step:
-        output = model(rows_of(t.rank))
+        output = model(rows_of(trainer.rank))
         step.backward(output.square().mean(), retain_graph=True)
         seen.append(step.gradients(model))
         step.backward(output.sum())
         seen.append(step.gradients(model))
     with mode(model) as step:
-        step.backward(loss_of(model, t, 1))
+        step.backward(loss_of(model, trainer, 1))
         seen.append(step.gradients(model))
     return seen
 
 
-def without_sync_first(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_local_gradients_add_up_before_a_sync(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Local gradients add up, then all are reduced."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     seen: list[Any] = []
     for i in range(2):
         with mode(model) as step:
             with without_sync(model):
                 for j in range(2):
-                    step.backward(loss_of(model, t, 10 * i + j))
-            step.backward(loss_of(model, t, 10 * i + 2))
+                    step.backward(loss_of(model, trainer, 10 * i + j))
+            step.backward(loss_of(model, trainer, 10 * i + 2))
             seen.append(step.gradients(model))
     return seen
 
 
-def forwards_before_backwards(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_forwards_before_backwards(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Two forwards, then one backward of both."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     with mode(model) as step:
-        losses = [loss_of(model, t, i) for i in range(2)]
+        losses = [loss_of(model, trainer, i) for i in range(2)]
         step.backward(losses[0] + losses[1])
         return [step.gradients(model)]
 
 
-def frozen_parts(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_frozen_parameters(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     bare: Any = net()
     for param in bare[2].parameters():
         param.requires_grad_(False)
-    model = wrap(t, bare)
+    model = wrap(trainer, bare)
     with mode(model) as step:
-        step.backward(loss_of(model, t, 0))
+        step.backward(loss_of(model, trainer, 0))
         return [step.gradients(model)]
 
 
@@ -116,23 +143,27 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(self.middle, torch.tanh(self.first(rows)), use_reentrant=False))
 
 
-def checkpointed(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
-    model = wrap(t, Checkpointed())
+@each_wrap
+@in_both_modes
+def test_checkpointing(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
+    model = wrap(trainer, Checkpointed())
     seen: list[Any] = []
     for i in range(2):
         with mode(model) as step:
-            step.backward(loss_of(model, t, i))
+            step.backward(loss_of(model, trainer, i))
             seen.append(step.gradients(model))
     return seen
 
 
-def tensor_hooks(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_tensor_hooks(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Hooks of outputs and of inputs run once with the whole gradient, as always."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     seen: list[Any] = []
     for i in range(2):
         with mode(model) as step:
-            rows = rows_of(t.rank, i).requires_grad_()
+            rows = rows_of(trainer.rank, i).requires_grad_()
             rows.register_hook(lambda grad: seen.append(grad.clone()))
             output = model(rows)
             output.register_hook(lambda grad: 2 * grad)
@@ -141,19 +172,24 @@ def tensor_hooks(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
     return seen
 
 
-def an_input_gets_its_gradient(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_an_input_gets_its_gradient(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """Rows are a leaf that is nobody's parameter: its gradient is this trainer's own."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     inputs = nn.Module()
-    inputs.rows = nn.Parameter(rows_of(t.rank))
+    inputs.rows = nn.Parameter(rows_of(trainer.rank))
     with mode(nn.ModuleList([model, inputs])) as step:
         step.backward(model(inputs.rows).square().mean())
         return [step.gradients(model), step.gradients(inputs)]
 
 
-def post_accumulate_hooks(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@weft_only("does not call them under distributed autograd")
+@in_both_modes
+def test_post_accumulate_hooks(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """They are called once a backward, and what they leave in `.grad` is the step's gradient."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     seen: list[Any] = []
     calls: dict[str, int] = {}
 
@@ -172,14 +208,17 @@ def post_accumulate_hooks(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
         param.register_post_accumulate_grad_hook(partial(hook, name=name))
     for i in range(2):
         with mode(model) as step:
-            step.backward(loss_of(model, t, i))
+            step.backward(loss_of(model, trainer, i))
             seen += [dict(sorted(calls.items())), step.gradients(model)]
     return seen
 
 
-def post_accumulate_hooks_see(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@weft_only("does not call them under distributed autograd")
+@in_both_modes
+def test_what_post_accumulate_hooks_see(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """What is in `.grad` when they are called."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     held: dict[str, Tensor | None] = {}
     for name, param in named_parameters(model):
 
@@ -190,68 +229,44 @@ def post_accumulate_hooks_see(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
     seen: list[Any] = []
     for i in range(2):
         with mode(model) as step:
-            step.backward(loss_of(model, t, i))
+            step.backward(loss_of(model, trainer, i))
             seen.append({name: copied(grad) for name, grad in sorted(held.items())})
     return seen
 
 
-def two_modules(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_two_modules(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """One after the other in one graph."""
-    models = nn.ModuleList([wrap(t, net(2)), wrap(t, filled(nn.Sequential(nn.Linear(WIDTH, WIDTH)), 5))])
+    models = nn.ModuleList(
+        [wrap(trainer, net(2)), wrap(trainer, filled(nn.Sequential(nn.Linear(WIDTH, WIDTH)), 5))]
+    )
     seen: list[Any] = []
     for i in range(2):
         with mode(models) as step:
-            step.backward(models[1](torch.tanh(models[0](rows_of(t.rank, i)))).square().mean())
+            step.backward(models[1](torch.tanh(models[0](rows_of(trainer.rank, i)))).square().mean())
             seen.append(step.gradients(models))
     return seen
 
 
-def forward_in_no_grad_between(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_a_forward_in_no_grad_between(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     """An evaluation in the middle of a step records nothing."""
-    model = wrap(t, net())
+    model = wrap(trainer, net())
     with mode(model) as step:
-        loss = loss_of(model, t, 0)
+        loss = loss_of(model, trainer, 0)
         with torch.no_grad():
-            evaluated = model(rows_of(t.rank, 5))
+            evaluated = model(rows_of(trainer.rank, 5))
         step.backward(loss)
         return [evaluated, step.gradients(model)]
 
 
-def tied(wrap: Wrap, t: Trainer, mode: Mode) -> list[Any]:
+@each_wrap
+@in_both_modes
+def test_tied_weights(trainer: Trainer, mode: Mode, wrap: Wrap) -> list[Any]:
     options = {"by_child": False} if wrap is sharded else {}
-    model = wrap(t, Tied(), **options)
+    model = wrap(trainer, Tied(), **options)
     with mode(model) as step:
-        step.backward(loss_of(model, t, 0))
+        step.backward(loss_of(model, trainer, 0))
         return [step.gradients(model)]
-
-
-def with_each_wrap(scenario: Any) -> Body:
-    """A body that compares the modes with each way to be data parallel."""
-
-    def body(trainer: Trainer) -> None:
-        for wrap in WRAPS:
-            with_wrap: Scenario = partial(scenario, wrap)
-            with_wrap.__name__ = f"{scenario.__name__} with {wrap.__name__}"  # type: ignore[attr-defined]
-            compare(with_wrap, trainer)
-
-    body.__name__ = scenario.__name__
-    return body
-
-
-SCENARIOS = [
-    steps,
-    accumulated,
-    one_graph_twice,
-    without_sync_first,
-    forwards_before_backwards,
-    frozen_parts,
-    tied,
-    checkpointed,
-    tensor_hooks,
-    an_input_gets_its_gradient,
-    two_modules,
-    forward_in_no_grad_between,
-]
-# torch does not call them under distributed autograd.
-WEFT_SCENARIOS = [post_accumulate_hooks, post_accumulate_hooks_see]
-BODIES = [with_each_wrap(scenario) for scenario in on_this_library(SCENARIOS, WEFT_SCENARIOS)]

@@ -1,22 +1,32 @@
 """One scenario, two modes: gradients of loss.backward() and of dist_autograd.backward, to be compared.
 
+    @in_both_modes
+    def test_a_step(trainer: Trainer, mode: Mode) -> list[Any]:
+        model = ddp(trainer, net())
+        with mode(model) as step:
+            step.backward(loss_of(model, trainer, 0))
+            return [step.gradients(model)]
+
 A scenario is a function of a trainer and a mode. It wraps a model of its own, makes steps, and returns what
 it saw. Under distributed autograd `.grad` must stay what it was, and every step sees to that.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.data_parallel.twins import WIDTH, assert_same_gradient
-from tests.ddp_rpc_bodies.libraries import dist_autograd
-from tests.ddp_rpc_bodies.running import Trainer
+from tests.data_parallel_rpc.libraries import dist_autograd
+from tests.data_parallel_rpc.trainers import Trainer
 
 Gradients = dict[str, Any]  # tensors, or None
 
@@ -30,7 +40,6 @@ class Step(Protocol):
 
 
 Mode = Callable[[nn.Module], Any]
-Scenario = Callable[[Trainer, Mode], object]
 
 
 class PlainStep:
@@ -104,11 +113,19 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(scenario: Scenario, trainer: Trainer) -> None:
-    """Run it in both modes; fail if they saw different things."""
-    right = scenario(trainer, plain)
-    assert right, "a scenario that sees nothing shows nothing"
-    assert_same(scenario(trainer, in_context), right, scenario.__name__)
+def in_both_modes(scenario: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a scenario: run it in both modes, and fail if it saw different things."""
+
+    @functools.wraps(scenario)
+    def test(trainer: Trainer, **args: Any) -> None:
+        right = scenario(trainer=trainer, mode=plain, **args)
+        assert right, "a scenario that sees nothing shows nothing"
+        assert_same(scenario(trainer=trainer, mode=in_context, **args), right, scenario.__name__)
+
+    signature = inspect.signature(scenario)
+    kept = [each for name, each in signature.parameters.items() if name != "mode"]
+    test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return test
 
 
 def assert_same(seen: Any, right: Any, where: str) -> None:
@@ -131,3 +148,30 @@ def rows_of(rank: int, step: int = 0, num_rows: int = 3) -> Tensor:
     """The rows that a trainer has in a step, the same wherever they are made."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64)
+
+
+# What scenarios share
+
+SMALL_MB = 0.0001  # a bucket for each parameter
+
+
+def loss_of(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
+    return model(rows_of(trainer.rank, step)).square().mean()
+
+
+def make_steps(model: Any, trainer: Trainer, mode: Mode, num_steps: int = 3) -> list[Any]:
+    seen: list[Any] = []
+    for i in range(num_steps):
+        with mode(model) as step:
+            step.backward(loss_of(model, trainer, i))
+            seen.append(step.gradients(model))
+    return seen
+
+
+def noting_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
+    """Twice the mean, and a note of what the bucket said of itself."""
+    notes, group = state
+    notes.append((bucket.index(), bucket.is_last(), len(bucket.parameters()), bucket.buffer().clone()))
+    flat = bucket.buffer().mul_(2).div_(dist.get_world_size(group))
+    work: Any = dist.all_reduce(flat, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -6,10 +6,7 @@ the tests are right. What torch can't do is skipped there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from tests.data_parallel.libraries import ON_TORCH, DistributedDataParallel, replicate
+from tests.data_parallel.libraries import ON_TORCH, DistributedDataParallel, replicate, weft_only
 
 if ON_TORCH:
     import torch.distributed.autograd as dist_autograd
@@ -39,13 +36,8 @@ __all__ = [
     "dist_autograd",
     "fp16_compress_hook",
     "fully_shard",
-    "on_this_library",
     "powerSGD_hook",
     "replicate",
     "rpc",
+    "weft_only",
 ]
-
-
-def on_this_library(for_both: Sequence[Any], for_weft: Sequence[Any]) -> list[Any]:
-    """The first, and the others too where the library is weft."""
-    return [*for_both, *(() if ON_TORCH else for_weft)]

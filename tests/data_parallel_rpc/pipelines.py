@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.data_parallel.twins import WIDTH, assert_same_gradient, filled
-from tests.ddp_rpc_bodies.libraries import rpc
-from tests.ddp_rpc_bodies.modes import Gradients, context_gradients, copied, named_parameters, rows_of
-from tests.ddp_rpc_bodies.running import Trainer
+from tests.data_parallel_rpc.libraries import rpc
+from tests.data_parallel_rpc.modes import Gradients, context_gradients, copied, named_parameters, rows_of
+from tests.data_parallel_rpc.trainers import Trainer
 
 Loss = Callable[[nn.Module, int], Tensor]
 FRONT, MIDDLE, BACK = 1, 2, 3
