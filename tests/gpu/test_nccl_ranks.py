@@ -25,8 +25,8 @@ from tests.compiler import test_on_gpu as compiled
 from tests.data_parallel import test_on_gpu as data_parallel
 from tests.data_parallel import test_streams as data_parallel_streams
 from tests.data_parallel.twins import filled, make_rows, rows_of
+from tests.dist_autograd import test_on_gpu as dist_autograd
 from tests.fully_shard import test_streams as sharded_streams
-from tests.gpu import test_dist_autograd_cuda as dist_autograd
 from tests.join import test_join as joins
 from tests.rpc.workers import joined
 from tests.tensor_parallel import test_streams as split_streams
@@ -211,7 +211,7 @@ def rpc_beside_nccl() -> None:
     """Tensors of a GPU through RPC and distributed autograd, with data parallel on nccl under it."""
     size = dist.get_world_size()
     with joined("weft.rpc", device_maps={f"worker{rank}": {0: 0} for rank in range(size)}) as worker:
-        dist_autograd.train_replicated(worker)
+        dist_autograd.test_data_parallel_under_it(worker)
         dist.barrier()
 
 
