@@ -41,7 +41,6 @@ def test_a_calls_own_timeout_holds(worker: Worker) -> None:
     assert worker.rpc.rpc_sync(worker.next, add, (1, 2), timeout=20) == 3
 
 
-@weft_only
 def test_the_default_timeout_holds(worker: Worker) -> None:
     before = worker.rpc.get_rpc_timeout()
     worker.rpc._set_rpc_timeout(0.25)
@@ -77,7 +76,6 @@ def test_the_default_is_the_options(worker: Worker) -> None:
     worker.rpc.rpc_sync(worker.next, open_gate, (worker.lib, f"options {worker.name}"), timeout=20)
 
 
-@weft_only
 def test_a_default_of_zero_is_none(worker: Worker) -> None:
     before = worker.rpc.get_rpc_timeout()
     worker.rpc._set_rpc_timeout(0)
@@ -100,7 +98,6 @@ def test_to_here_gives_up_in_time(worker: Worker) -> None:
     assert slow.to_here() == 5  # the value is there; only the question had timed out
 
 
-@weft_only
 def test_proxies_give_up_in_time(worker: Worker) -> None:
     rref = worker.rpc.remote(worker.next, Counter, (5,))
     rref.to_here()

@@ -158,7 +158,7 @@ def weft_only(test: T) -> T:
 
 
 def find_bodies_for_torch(modules: Iterable[ModuleType]) -> list[Body]:
-    """The tests in these modules that take a worker, of any options, and that are not `weft_only`."""
+    """The tests in these modules of a worker of a group without options that are not `weft_only`."""
     return [test for module in modules for test in vars(module).values() if _is_for_torch(test)]
 
 
@@ -182,7 +182,6 @@ def run_each(worker: Worker, bodies: Sequence[Body]) -> None:
 
 
 # -- what bodies need ------------------------------------------------------------------------------
-
 
 MODES = ["sync", "async", "remote"]
 
