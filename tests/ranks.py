@@ -134,16 +134,16 @@ def at_each_rank(context: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _AtEachRank(functools.partial(context, *args, **kwargs))
 
 
+class SitOut(Exception):
+    """Raised by such a context before it yields: this rank has no part in the body, and has done its own."""
+
+
 @dataclass(frozen=True)
 class _AtEachRank:
     enter: Callable[[], Any]
 
 
 # -- collection -----------------------------------------------------------------------------
-
-
-def pytest_configure() -> None:
-    _rewrite_asserts_beside_tests()
 
 
 @pytest.fixture(autouse=True)
@@ -248,10 +248,13 @@ def _run(where: Place, test: Callable[..., Any], args: Mapping[str, Any], filter
 def _run_body(test: Callable[..., Any], args: Mapping[str, Any]) -> str | None:
     """Run the test on this rank. The reason is returned if it skips: that exception can't be pickled."""
     with ExitStack() as stack:
-        entered = {
-            name: stack.enter_context(value.enter()) if isinstance(value, _AtEachRank) else value
-            for name, value in args.items()
-        }
+        try:
+            entered = {
+                name: stack.enter_context(value.enter()) if isinstance(value, _AtEachRank) else value
+                for name, value in args.items()
+            }
+        except SitOut:
+            return None
         try:
             test(**entered)
         except pytest.skip.Exception as skip:
@@ -282,3 +285,7 @@ def _rewrite_asserts_beside_tests() -> None:
     pytest.register_assert_rewrite(
         *(f"tests.{name}" for name in folders if name[0] not in "_." and not name.endswith("_bodies"))
     )
+
+
+# Before a conftest.py of a folder imports what lies beside its tests.
+_rewrite_asserts_beside_tests()

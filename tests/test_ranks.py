@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.join import joinables
-from tests.ranks import at_each_rank, run_on
+from tests.ranks import SitOut, at_each_rank, run_on
 
 pytestmark = run_on(threads=2)
 
@@ -77,6 +77,25 @@ def number(request):
 @run_on(threads=2, gloo=2)
 def test_fixture(number):
     assert number in (dist.get_rank() + 3, dist.get_rank() + 4)
+
+
+@contextmanager
+def unless_last():
+    if dist.get_rank() == dist.get_world_size() - 1:
+        dist.barrier()
+        raise SitOut
+    yield dist.get_rank()
+    dist.barrier()
+
+
+@pytest.fixture
+def player():
+    return at_each_rank(unless_last)
+
+
+@run_on(threads=3, weft=2)
+def test_one_sits_out(player):
+    assert player == dist.get_rank() < dist.get_world_size() - 1
 
 
 @run_on(threads=3, weft=2)
@@ -189,6 +208,7 @@ def test_ranks_have_the_modules_own_classes_and_their_own_fixtures(output: str) 
     }
     found = outcomes(output, "test_fixture")
     assert found == {f"{place}-2-{given}": "PASSED" for place in ("threads", "gloo") for given in (3, 4)}
+    assert outcomes(output, "test_one_sits_out") == {"threads-3": "PASSED", "weft-2": "PASSED"}
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rpc_bodies.strangers import find_doors
+from tests.rpc.strangers import find_doors
 from weft.launcher.stores import free_port
 
 pytestmark = pytest.mark.processes

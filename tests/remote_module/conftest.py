@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.rpc.workers import worker
+
+__all__ = ["worker"]
