@@ -290,7 +290,7 @@ def test_there_and_straight_back(worker: Worker) -> None:
 
 
 def test_tensors_that_need_no_gradient_arrive_as_they_are(worker: Worker) -> None:
-    """They arrive as they are, beside those that do; a call of such ones only records nothing."""
+    """Beside those that do; a call of such ones only records nothing."""
     x, still, whole = leaf(1, 3), quarters(2, 3), torch.arange(3)
     with autograd(worker.lib).context() as context_id:
         plain = worker.rpc.rpc_sync(worker.next, torch.add, (still, 1))
@@ -308,7 +308,7 @@ def mix(x: Tensor, still: Tensor, whole: Tensor) -> tuple[Tensor, list[tuple[boo
 
 
 def test_nothing_is_recorded_under_no_grad(worker: Worker) -> None:
-    """Of a call that is made under no_grad nothing is recorded; the other calls of the context are."""
+    """The other calls of the context are recorded."""
     x, theirs = leaf(1, 3), plant(worker, worker.next, 2, 3)
     with autograd(worker.lib).context() as context_id:
         with torch.no_grad():
