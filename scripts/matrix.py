@@ -46,7 +46,11 @@ TIERS: dict[str, tuple[str, ...]] = {
     ),
     "unit": FEATURES,
     "compile": ("tests/compiler",),
-    "parity": ("tests/local/test_torch_training.py", "tests/parity", "tests/rpc/test_as_torch.py"),
+    "parity": (
+        "tests/dist_autograd/test_as_torch.py",
+        "tests/local/test_torch_training.py",
+        "tests/rpc/test_as_torch.py",
+    ),
     # Of each feature the tests that train or talk, on the local group and on gloo; not those that kill ranks.
     "procs": (
         "tests/data_parallel/test_training.py",
@@ -75,9 +79,18 @@ TIERS: dict[str, tuple[str, ...]] = {
         "tests/rpc/test_pickling.py",
         "tests/rpc/test_secret.py",
         "tests/rpc/test_tensor_memory.py",
-        "tests/procs/test_dist_autograd.py",
         "tests/train/test_resume.py",
         "tests/release/test_command_line.py",
+        "tests/dist_autograd/test_contexts.py",
+        "tests/dist_autograd/test_corners.py",
+        "tests/dist_autograd/test_cuts.py",
+        "tests/dist_autograd/test_exact.py",
+        "tests/dist_autograd/test_failing.py",
+        "tests/dist_autograd/test_hooks.py",
+        "tests/dist_autograd/test_optimizer.py",
+        "tests/dist_autograd/test_passes.py",
+        "tests/dist_autograd/test_received.py",
+        "tests/dist_autograd/test_sharing.py",
     ),
     "threads": FEATURES,
 }

@@ -52,9 +52,9 @@ def left_out(event: Callable[..., Any], names: tuple[Any, ...], body: Callable[[
         body()
 
 
-FORKED = (torch.cuda.Stream, "wait_stream", "weft.data_parallel.streams")
+FORKED = (torch.cuda.Stream, "wait_stream", "weft.data_parallel.arrivals")
 HOOKS = (torch.cuda.Stream, "wait_event", "weft.comm_hooks.in_order")
-NOTICE = (torch.cuda.Stream, "wait_event", "weft.join.notice")
+NOTICE = (torch.cuda.Stream, "wait_event", "weft.join.watch")
 EVENTS: dict[str, tuple[Any, ...]] = {
     "data parallel waits": (without_waits, (), data_parallel_streams.test_overlap),
     "fully_shard waits": (without_waits, (), sharded_streams.test_overlap),

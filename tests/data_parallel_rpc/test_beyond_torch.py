@@ -39,7 +39,7 @@ from tests.ranks import run_on
 from weft.comm_hooks.debugging_hooks import noop_hook
 from weft.comm_hooks.default_hooks import bf16_compress_hook
 from weft.comm_hooks.quantization_hooks import quantization_pertensor_hook
-from weft.data_parallel.precision import MixedPrecision
+from weft.data_parallel import MixedPrecision
 from weft.optimizers import apply_optimizer_in_backward
 
 pytestmark = [
