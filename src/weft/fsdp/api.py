@@ -10,6 +10,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -32,6 +33,33 @@ from weft.modules import attach, check_free, enter_state, give_class, owners_bel
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOptions:
+    """What a call of fully_shard, or of replicate_with_fsdp, asks for."""
+
+    dp_mesh: DataParallelMesh
+    settings: GroupSettings
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    shard_placement_fn: ShardPlacementFn | None = None
+    keeps_root_unsharded: bool = False
+
+    @property
+    def shard_device(self) -> torch.device:
+        """The device of the shards."""
+        is_offloaded = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu") if is_offloaded else self.dp_mesh.device
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether shards are in page-locked memory."""
+        policy = self.offload_policy
+        return (
+            isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and self.dp_mesh.device.type != "cpu"
+        )
 
 
 @overload
@@ -66,7 +94,6 @@ def fully_shard(  # type: ignore[misc]
     """
     modules = resolve_modules(module, "fully_shard")
     dp_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    keeps_root_unsharded = reshard_after_forward is None
     if dp_mesh_dims is not None and _is_number(reshard_after_forward):
         raise UnsupportedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims). Use True or "
@@ -75,51 +102,45 @@ def fully_shard(  # type: ignore[misc]
     wanted: bool | int = True if reshard_after_forward is None else reshard_after_forward
     is_sharded = dp_mesh.shard_group is not None
     post_forward_mesh = resolve_post_forward_mesh(dp_mesh, wanted) if is_sharded else None
-    shard(
-        modules,
+    options = ShardOptions(
         dp_mesh,
         GroupSettings(post_forward_mesh=post_forward_mesh),
-        "fully_shard",
-        placement_fn=shard_placement_fn,
-        policy=mp_policy,
-        offload=offload_policy,
-        ignored=ignored_params,
-        keeps_root_unsharded=keeps_root_unsharded,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        shard_placement_fn,
+        keeps_root_unsharded=reshard_after_forward is None,
     )
+    shard(modules, options, "fully_shard", FSDPModule)
     return module
 
 
 def shard(
-    modules: Sequence[nn.Module],
-    dp_mesh: DataParallelMesh,
-    settings: GroupSettings,
-    feature: str,
-    *,
-    placement_fn: ShardPlacementFn | None,
-    policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    ignored: set[nn.Parameter] | None,
-    keeps_root_unsharded: bool,
-    methods: type[FSDPModule] = FSDPModule,
+    modules: Sequence[nn.Module], options: ShardOptions, feature: str, methods: type[FSDPModule]
 ) -> None:
-    """Shard the modules as one group. Raises, before anything is changed, for what can't work."""
+    """Shard the modules as one group, and give them `methods`. Raises, before anything is changed, for what
+    can't work.
+    """
     for module in modules:
         check_free(module, feature)
+    dp_mesh, ignored, placement_fn = options.dp_mesh, options.ignored_params, options.shard_placement_fn
     taken = {owner for module in modules for owner in owners_below(module)}
     managed = managed_modules(modules, ignored, lambda part: part in taken)
     found = managed_parameters(managed, ignored)
     _check_placeable(found, dp_mesh, placement_fn)
     move_to_device([param for _, param, _ in found], managed_buffers(managed), dp_mesh.device)
-    shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else dp_mesh.device
-    is_pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and dp_mesh.device.type != "cpu"
+    device, is_pinned = options.shard_device, options.is_pinned
     params = [
-        shard_parameter(name, param, sites, dp_mesh, placement_fn, shard_device, is_pinned=is_pinned)
+        shard_parameter(name, param, sites, dp_mesh, placement_fn, device, is_pinned=is_pinned)
         for name, param, sites in found
     ]
+    policy = options.mp_policy
     groups: list[ParamGroup] = []
     if params:
-        groups.append(ParamGroup(params, dp_mesh, policy, settings, shard_device, is_pinned=is_pinned))
-    state = ModuleState(modules, groups, policy, dp_mesh.device, keeps_root_unsharded=keeps_root_unsharded)
+        groups.append(ParamGroup(params, dp_mesh, policy, options.settings, device, is_pinned=is_pinned))
+    state = ModuleState(
+        modules, groups, policy, dp_mesh.device, keeps_root_unsharded=options.keeps_root_unsharded
+    )
     for module in modules:
         attach(module, feature, state)
         enter_state(module, StageState(state))
@@ -151,18 +172,10 @@ def replicate_with_fsdp(
     sharded. Raises ConfigError for what can't work; nothing is changed then.
     """
     modules = resolve_modules(module, "replicate")
-    shard(
-        modules,
-        resolve_mesh(mesh, dp_mesh_dims, replicate_only=True),
-        GroupSettings(post_forward_mesh=None),
-        "replicate_with_fsdp",
-        placement_fn=None,
-        policy=mp_policy,
-        offload=offload_policy,
-        ignored=ignored_params,
-        keeps_root_unsharded=False,
-        methods=ReplicateModule,
-    )
+    dp_mesh = resolve_mesh(mesh, dp_mesh_dims, replicate_only=True)
+    settings = GroupSettings(post_forward_mesh=None)
+    options = ShardOptions(dp_mesh, settings, mp_policy, offload_policy, ignored_params)
+    shard(modules, options, "replicate_with_fsdp", ReplicateModule)
     return module
 
 
