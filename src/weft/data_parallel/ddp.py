@@ -190,12 +190,12 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
 
     @property
     def reducer(self) -> Replica:
-        """What torch's pipelines and Accelerate ask to reduce in a backward whose forward was not to."""
+        """Where torch's pipelines and Accelerate find `prepare_for_backward`, which forces a reduction."""
         return self._replica
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether each forward starts with one rank's buffers for all."""
+        """Whether each forward starts with a broadcast of the buffers."""
         return self.forward_sync_buffers
 
     @property
@@ -205,22 +205,22 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The sizes of the first buckets that the user gave, one by one."""
+        """The caps of the first buckets, as in bucket_cap_mb_list."""
         return list(self._replica.options.caps.each_bytes)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._replica.device
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward starts with one rank's buffers for all."""
+        """Whether the next forward starts with a broadcast of the buffers."""
         return self._replica.will_sync_buffers()
 
     # Hooks
 
     def register_comm_hook(self, state: Any, hook: GradHook) -> None:
-        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
+        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of the reduced buffer."""
         try:
             self._replica.register_hook(state, hook)
         except WeftError as error:
@@ -238,8 +238,9 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
     def _register_buffer_comm_hook(
         self, state: Any, hook: BufferCommHook, comm_hook_location: Any = BufferCommHookLocation.POST_FORWARD
     ) -> None:
-        """Keep buffers alike with `hook(state, buffers by name)`, before or after each forward, in place of a
-        broadcast. Futures that it returns are waited for at the end of backward.
+        """Call `hook(state, buffers by name)` before or after each forward, in place of a broadcast.
+
+        Futures that it returns are waited for at the end of backward.
         """
         self._replica.buffer_hook = BufferHook(state, hook, comm_hook_location)
 
@@ -249,7 +250,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """What is done with buffers where there is no hook: one rank's for all."""
+        """Broadcast these buffers, all by default, from one rank of the group."""
         replica = self._replica
         before = self.broadcast_bucket_size
         self.broadcast_bucket_size = before if bucket_size is None else bucket_size
@@ -260,7 +261,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """How many bytes of parameters or buffers a broadcast carries at most. May be set."""
+        """Bytes of parameters or buffers in one broadcast, at most. May be set."""
         return self._replica.options.broadcast_bytes
 
     @broadcast_bucket_size.setter
@@ -286,13 +287,13 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """How ranks without inputs shadow this module."""
+        """The hook by which joined ranks shadow this module."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(self._replica)
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join's own messages live."""
+        """The device of Join's own collectives."""
         return self._replica.device
 
     @property
@@ -373,7 +374,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
         self._replica.reducer.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What this module is made of and how its last step went, under torch's names."""
+        """What weft knows of the module, its buckets and its last step, by torch's names."""
         return describe(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -394,7 +395,7 @@ class DistributedDataParallel(Prepared, nn.Module, Joinable, calls_by_feature=Tr
                 yield (name, param) if named_params else param
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
-        """Go on with other ranks, from a bucket plan of their own."""
+        """Go on with another group, from a new bucket plan."""
         self._replica.change_group(new_process_group)
         self.process_group = new_process_group
 

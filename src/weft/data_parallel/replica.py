@@ -148,7 +148,7 @@ class Replica:
             self.sync_buffers(source)
 
     def will_sync_buffers(self) -> bool:
-        """Whether the next forward starts with one rank's buffers for all."""
+        """Whether the next forward starts with a broadcast of the buffers."""
         has_any = self.options.forward_sync_buffers and bool(self.tensors.buffer_slots)
         return has_any and self.reducer.forward_state.last_forward_synced
 

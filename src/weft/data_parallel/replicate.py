@@ -1,7 +1,6 @@
-"""[replicate] `replicate`: data parallel without a wrapper.
+"""`replicate`: data parallel without a wrapper.
 
-The module stays what it is, with the names it has; forward hooks do what
-DistributedDataParallel.forward does.
+The module stays what it is and keeps its names; forward hooks do what DistributedDataParallel.forward does.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FEATURE = "replicate"
 
 
 class ReplicatedModule(Prepared, Joinable, calls_by_feature=True):
-    """What a module can do once it is replicated."""
+    """The methods that `replicate` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce the gradients of forwards from now on, or keep them local and add them up."""
@@ -69,17 +68,17 @@ class ReplicatedModule(Prepared, Joinable, calls_by_feature=True):
                 state.wants_sync = wanted
 
     def register_comm_hook(self, state: Any, hook: GradHook) -> None:
-        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of what it shall hold."""
+        """Reduce each bucket with `hook(state, bucket)`, which returns a Future of the reduced buffer."""
         _replica_of(self).register_hook(state, hook)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """How this module is shadowed by ranks without inputs."""
+        """The hook by which joined ranks shadow this module."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(_replica_of(self))
 
     @property
     def join_device(self) -> torch.device:
-        """Where Join's own messages live."""
+        """The device of Join's own collectives."""
         return _replica_of(self).device
 
     @property
@@ -89,14 +88,14 @@ class ReplicatedModule(Prepared, Joinable, calls_by_feature=True):
 
 
 class ReplicateState:
-    """What `replicate` ties to a module. A copy of the module gets its own, tied when first used."""
+    """What `replicate` attaches to a module. A copy of the module has its own, with a replica of its own."""
 
     def __init__(self, module: nn.Module, options: ReplicaOptions) -> None:
         self._module = weakref.ref(module)  # which holds this
         self.options = options
         self._replica: Replica | None = None
-        self._wants_sync = True  # for a replica still to be made
-        self.tie = _make_tie(weakref.ref(self))
+        self._wants_sync = True  # until there is a replica
+        self.init_replica = _make_init(weakref.ref(self))
 
     @property
     def wants_sync(self) -> bool:
@@ -111,7 +110,7 @@ class ReplicateState:
 
     @property
     def module(self) -> nn.Module:
-        """The module that this state is tied to."""
+        """The module that this state is attached to."""
         module = self._module()
         if module is None:
             raise InternalError("the state of replicate was used after its module")
@@ -119,7 +118,7 @@ class ReplicateState:
 
     @property
     def replica(self) -> Replica:
-        """The ties to the other ranks, made by all of them together when first needed."""
+        """The replica, made by all ranks together when it is first needed."""
         if self._replica is None:
             with beside_transforms("replicate"):
                 self._replica = Replica(self.module, cast("Joinable", self.module), self.options)
@@ -129,7 +128,7 @@ class ReplicateState:
     def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The module's forward pre-hook."""
         if is_tracing():
-            at_trace(self.tie)
+            at_trace(self.init_replica)
             assert self._replica is not None
             return self._replica.before_forward(args, kwargs)
         return self.replica.before_forward(args, kwargs)
@@ -144,20 +143,20 @@ class ReplicateState:
         new._module = weakref.ref(copy.deepcopy(self.module, memo))
         new.options = self.options
         new._replica = None
-        new.tie = _make_tie(weakref.ref(new))
+        new.init_replica = _make_init(weakref.ref(new))
         new._wants_sync = self.wants_sync
         return new
 
 
-def _make_tie(ref: weakref.ref[ReplicateState]) -> Callable[[Any], None]:
-    """What makes the ties while a forward is traced."""
+def _make_init(ref: weakref.ref[ReplicateState]) -> Callable[[Any], None]:
+    """A function for `at_trace` that makes the replica."""
 
-    def tie(_: Any) -> None:
+    def init(_: Any) -> None:
         state = ref()
         assert state is not None
         assert state.replica is not None
 
-    return tie
+    return init
 
 
 def replicate(
@@ -243,7 +242,7 @@ def _resolve(
 
 
 def _only_id(kwargs: dict[str, Any]) -> int | torch.device | None:
-    """What DistributedDataParallel's way to say it comes to: a list with one device."""
+    """The device in `device_ids`, as DistributedDataParallel takes it."""
     ids: Any = kwargs.get("device_ids")
     if ids is None:
         return None
