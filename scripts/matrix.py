@@ -96,7 +96,10 @@ class Version:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell of the table. `problem` stands for the counts where pytest gave none."""
+    """A cell of the table. `problem` stands for the counts where pytest gave none.
+
+    `is_everyday`: without the tests that are marked `full`.
+    """
 
     passed: int = 0
     failed: int = 0
@@ -104,6 +107,7 @@ class Outcome:
     secs: float = 0.0
     date: str = ""
     problem: str = ""
+    is_everyday: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -113,7 +117,8 @@ class Outcome:
         if self.problem:
             return self.problem
         parts = [(self.failed, "failed"), (self.passed, "passed"), (self.skipped, "skipped")]
-        return ", ".join(f"{count:,} {what}" for count, what in parts if count) or "no tests"
+        counts = ", ".join(f"{count:,} {what}" for count, what in parts if count) or "no tests"
+        return f"{counts} (everyday)" if self.is_everyday else counts
 
 
 @dataclass
@@ -138,6 +143,7 @@ class Row:
             sum(outcome.skipped for outcome in parts.values()),
             round(sum(outcome.secs for outcome in parts.values()), 1),
             max(outcome.date for outcome in parts.values()),
+            is_everyday=any(outcome.is_everyday for outcome in parts.values()),
         )
         problem = next((outcome.problem for outcome in parts.values() if outcome.problem), "")
         num_parts = int(next(iter(parts)).partition("/")[2] or 1)
@@ -176,6 +182,7 @@ def parse() -> argparse.Namespace:
     add("--python", nargs="+", metavar="V", help=f"releases of Python: {', '.join(pythons)}")
     add("--tier", nargs="+", default=["full"], metavar="T", help=f"of {names}; full: all but smoke (default)")
     add("--part", default="", metavar="K/N", help="only the K-th of N parts of each tier")
+    add("--everyday", action="store_true", help="leave out the tests that are marked full")
     add(
         "--interpreter",
         nargs="+",
@@ -255,7 +262,7 @@ def run_version(version: Version, options: argparse.Namespace) -> Row:
         if problem:
             row.tiers[name] = Outcome(problem=problem)
         else:
-            row.tiers[name] = run_tier(version, name)
+            row.tiers[name] = run_tier(version, name, options.everyday)
             row.exact = ask_exact(version.environment)
             keep_row(row)
     if options.discard and not problem:
@@ -281,7 +288,7 @@ def prepare(version: Version, options: argparse.Namespace) -> str:
     return ""
 
 
-def run_tier(version: Version, tier: str) -> Outcome:
+def run_tier(version: Version, tier: str, is_everyday: bool) -> Outcome:
     """Run the tests of a tier, or of a part of one, show how far they are, and count them."""
     environment = version.environment
     file_name = re.sub(r"\W", "-", tier)
@@ -290,9 +297,9 @@ def run_tier(version: Version, tier: str) -> Outcome:
     report.unlink(missing_ok=True)
     began = time.monotonic()
     with log.open("w") as file:
-        status = run_pytest(environment, version, tier, report, file)
+        status = run_pytest(environment, version, tier, is_everyday, report, file)
     secs = time.monotonic() - began
-    outcome = read_report(report, secs)
+    outcome = replace(read_report(report, secs), is_everyday=is_everyday)
     if status not in (0, 1):  # of pytest: all ran, none failed or some
         outcome = replace(outcome, problem=f"ended early: pytest's status {status}")
     say(f"{version}, {tier}: {outcome}, {secs:.0f} s")
@@ -302,12 +309,16 @@ def run_tier(version: Version, tier: str) -> Outcome:
     return outcome
 
 
-def run_pytest(environment: Environment, version: Version, tier: str, report: Path, log: TextIO) -> int:
+def run_pytest(
+    environment: Environment, version: Version, tier: str, is_everyday: bool, report: Path, log: TextIO
+) -> int:
     """Run pytest, with its output in the log, and tell of every tenth of the tests. Its exit status."""
     tests = find_tests(tier)
+    marks = [MARKS.get(tier.partition(" ")[0], ""), "not full" if is_everyday else ""]
+    selected = " and ".join(f"({mark})" for mark in marks if mark)
     command = [environment.python, "-m", "pytest", "-q", "--full", "--tb=short", "-p", "no:cacheprovider"]
     with subprocess.Popen(
-        [*command, "-m", MARKS.get(tier.partition(" ")[0], ""), f"--junitxml={report}", *tests],
+        [*command, "-m", selected, f"--junitxml={report}", *tests],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ described on one page; the page of `weft` lists all of its names. Files are pars
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,12 +80,12 @@ NAMESPACES = (
         ),
         shown=("group.resolve_group",),
     ),
-    Namespace("weft.local", "local_group.md", internal=_words("create_local_group register_backend")),
+    Namespace("weft.local", "local_group.md", internal=_words("create_local_group")),
     Namespace("weft.rpc", "rpc.md", parts=("functions",)),
     Namespace("weft.dist_autograd", "dist_autograd.md"),
-    Namespace("weft.training", "train.md", internal=_words("add_demo_command add_train_command")),
-    Namespace("weft.observe", "report.md", internal=_words("add_report_command")),
-    Namespace("weft.planning", "plan.md", internal=_words("add_plan_command")),
+    Namespace("weft.training", "train.md", internal=_words("define_demo_command define_train_command")),
+    Namespace("weft.observe", "report.md", internal=_words("define_report_command")),
+    Namespace("weft.planning", "plan.md", internal=_words("define_plan_command")),
     Namespace("weft.testing", "testing.md", parts=("models",)),
     Namespace("weft.errors"),
 )
@@ -196,7 +197,10 @@ def _resolve(module: str, name: str) -> Entry:
 
 
 def _find_definition(module: str, name: str) -> tuple[str, str]:
-    for node in _parse(module).body:
+    tree = _parse(module)
+    # weft itself imports its names for type checkers alone, in a block.
+    blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+    for node in itertools.chain(*blocks):
         if isinstance(node, ast.ImportFrom) and node.module and node.module != module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

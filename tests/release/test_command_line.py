@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import weft
+import weft_cli
 from weft.__main__ import main
 from weft.training import demo
 
 SOURCE = Path(weft.__file__).parents[1]
+HELP = [command.help for command in weft_cli.COMMANDS.values()]
 
 
 def test_the_version_is_one_that_installers_can_order() -> None:
@@ -21,17 +23,28 @@ def test_the_version_is_one_that_installers_can_order() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_needs_neither_torch_nor_an_installation() -> None:
+@pytest.mark.parametrize(
+    ("argument", "said"), [("--version", [f"weft {weft.__version__}\n"]), ("--help", HELP)]
+)
+def test_the_command_needs_neither_torch_nor_an_installation(argument: str, said: list[str]) -> None:
     # Without site-packages there is no torch that could be imported, and no metadata of weft.
     done = subprocess.run(
-        [sys.executable, "-S", "-c", "import weft_cli; weft_cli.main()", "--version"],
+        [sys.executable, "-S", "-c", "import weft_cli; weft_cli.main()", argument],
         env={"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.stderr == ""
-    assert done.stdout == f"weft {weft.__version__}\n"
+    assert [text for text in said if text not in done.stdout] == []
+
+
+@pytest.mark.parametrize("name", weft_cli.COMMANDS)
+def test_every_command_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 10
 
 
 def test_the_module_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,8 +57,6 @@ def test_the_module_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_passes_other_arguments_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import weft_cli
-
     monkeypatch.setattr(sys, "argv", ["weft", "plan", "gpt-7b", "--ranks", "none"])
     with pytest.raises(SystemExit) as exit_:
         weft_cli.main()

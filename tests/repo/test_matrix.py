@@ -141,6 +141,15 @@ def test_parts_of_a_tier_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert matrix.read_rows()[0].cell("compile") is None
 
 
+def test_a_cell_says_that_it_is_of_the_everyday_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
+    version = Version("2.15", "3.11")
+    matrix.keep_row(
+        Row(version, "", {"threads 1/2": Outcome(7, is_everyday=True), "threads 2/2": Outcome(3)})
+    )
+    assert str(matrix.read_rows()[0].cell("threads")) == "10 passed (everyday)"
+
+
 def test_parts_are_all_of_a_tier() -> None:
     whole = matrix.find_tests("threads")
     parts = [matrix.find_tests(f"threads {part}/3") for part in (1, 2, 3)]

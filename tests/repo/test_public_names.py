@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import weft
 from tests.repo.source import ROOT
+from weft import first_use
 
 Module = ModuleType | SimpleNamespace
 
@@ -47,6 +49,24 @@ def read_pages() -> list[str]:
 
 def test_there_are_public_names() -> None:
     assert "launch" in weft.__all__
+
+
+def test_public_names_are_those_that_are_loaded_and_those_that_checkers_see() -> None:
+    loaded = [name for names in first_use.HOMES.values() for name in names.split()]
+    tree = ast.parse(Path(weft.__file__).read_text())
+    seen = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    parts = [name for name, home in seen.items() if home == "weft"]
+    assert sorted([*loaded, *parts, "__version__"]) == sorted(weft.__all__)
+    assert {home: {*names.split()} for home, names in first_use.HOMES.items()} == {
+        home: {name for name in seen if seen[name] == home} for home in {*seen.values()} - {"weft"}
+    }
 
 
 def test_every_public_name_resolves() -> None:

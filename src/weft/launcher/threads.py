@@ -34,7 +34,7 @@ from weft.launcher.world import (
     init_default_group,
     isolated_worlds,
 )
-from weft.rpc.registry import end_worker, set_rank_thread
+from weft.rank_thread import begin_rank, end_rank
 
 # As for process-ranks: see child.LINGER_SECS.
 _LINGER_SECS = 1.0
@@ -142,7 +142,7 @@ class ThreadRun:
 
     def _run_rank(self, rank: int) -> None:
         enter = partial(_at_home, self._worlds[rank])
-        set_rank_thread(enter)
+        begin_rank(enter)
         with enter():
             try:
                 result = self._run_call(rank)
@@ -150,7 +150,7 @@ class ThreadRun:
                     self._results[rank] = result
                     self._changed.notify_all()
                     self._changed.wait_for(self._all_ended, _LINGER_SECS)
-                end_worker()
+                end_rank()
                 self._ended_groups += self._worlds[rank].pg_map
                 destroy_groups()
             except BaseException as exception:
@@ -175,7 +175,7 @@ class ThreadRun:
         with self._changed:
             self._failures[rank] = failure
             self._changed.notify_all()
-        end_worker(failure.headline)
+        end_rank(failure.headline)
         with suppress(Exception):  # the groups were aborted; what led to that is what is reported
             destroy_groups()
 

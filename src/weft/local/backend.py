@@ -1,4 +1,4 @@
-"""Make a local group, and register it with c10d as backend "weft".
+"""Make a local group: what c10d calls for backend "weft", which weft/first_use.py registers.
 
 Ranks find each other through c10d's store (introduction.py). What can't work is
 refused here, on every rank, with the reason.
@@ -10,7 +10,6 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from weft.local import kernel
@@ -18,18 +17,8 @@ from weft.local.board import Board
 from weft.local.engine import Engine
 from weft.local.group import LocalGroup
 from weft.local.introduction import Introduction
-from weft.local.labels import keep_flight_recorder_off
 from weft.local.mailbox import mailbox_num_bytes
 from weft.local.roster import Roster
-
-BACKEND = "weft"
-
-
-def register_backend() -> None:
-    """Make `init_process_group("weft")` work. Harmless when called again."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, create_local_group, extended_api=True, devices=["cpu", "cuda"])
-        keep_flight_recorder_off(BACKEND)
 
 
 def create_local_group(options: Any, backend_options: object = None) -> LocalGroup:
@@ -59,7 +48,3 @@ def create_local_group(options: Any, backend_options: object = None) -> LocalGro
     # A process that ends without destroying its group says so to those who wait for it.
     weakref.finalize(group, engine.close, "its process ended")
     return group
-
-
-# The one thing that happens when weft is imported: c10d learns the backend's name.
-register_backend()

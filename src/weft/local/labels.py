@@ -5,16 +5,6 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-from torch.distributed import distributed_c10d
-
-
-def keep_flight_recorder_off(backend: str) -> None:
-    """Tell c10d that groups of this backend are not for its flight recorder, which needs a C++ backend.
-
-    torch 2.15 attaches it to the groups of every backend outside this set, and fails with "ProcessGroup name
-    not set" on a group written in Python. weft.comm keeps a record of its own.
-    """
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(backend)
 
 
 class Labels:

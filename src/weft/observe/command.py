@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from weft.errors import WeftError
 from weft.observe.page import make_page
@@ -19,13 +18,9 @@ from weft.observe.trace import make_trace
 SHOWN_STEPS = 20
 
 
-def add_report_command(commands: Any) -> None:
-    """Add `report` to the commands of `python -m weft`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "report",
-        help="make a page, a trace or TensorBoard files of a recorded run",
-        description="Make a self-contained page of a run that was recorded, and other views of it.",
-    )
+def define_report_command(parser: argparse.ArgumentParser) -> None:
+    """Say what `weft report` takes, and what runs it."""
+    parser.description = "Make a self-contained page of a run that was recorded, and other views of it."
     parser.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of the run")
     parser.add_argument(
         "--out", metavar="FILE.html", type=Path, help="where the page goes (default: report.html in RUN)"

@@ -2,7 +2,7 @@
 
 from weft.planning.api import EIGHT_GPUS, PlanOptions, StrategyPlan, plan
 from weft.planning.clock import StepTime
-from weft.planning.command import add_plan_command
+from weft.planning.command import define_plan_command
 from weft.planning.job import Job
 from weft.planning.machine import Link, Links, Machine
 from weft.planning.memory import Memory
@@ -21,6 +21,6 @@ __all__ = [
     "StepTime",
     "StrategyPlan",
     "Traffic",
-    "add_plan_command",
+    "define_plan_command",
     "plan",
 ]

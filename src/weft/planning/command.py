@@ -30,15 +30,11 @@ examples:
 """
 
 
-def add_plan_command(commands: Any) -> None:
-    """Add `plan` to the commands of `python -m weft`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="what each strategy would need, without the machines",
-        description="Say what each strategy would need for a model on many ranks: memory, traffic, time.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def define_plan_command(parser: argparse.ArgumentParser) -> None:
+    """Say what `weft plan` takes, and what runs it."""
+    parser.description = "Say what each strategy would need for a model on many ranks: memory, traffic, time."
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a size, or a function of yours")
     job = parser.add_argument_group("the run")
     job.add_argument("--ranks", metavar="N", type=int, help="how many")

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.errors import StateError
+from weft.first_use import register_backend
 from weft.launcher.stores import memory_store
-from weft.local.labels import keep_flight_recorder_off
 from weft.planning.imagined_group import BACKEND, ImaginedGroup, Timeline
 
 
@@ -36,7 +36,7 @@ def imagined_world(num_ranks: int, timeline: Timeline, *, is_local: bool = False
             "plan: this process is in a process group already, and a plan makes one of its own. Plan in "
             "another process, or before init_process_group."
         )
-    _register_backend()
+    register_backend(BACKEND, _make_group)
     _entered.append(_World(timeline, is_local))
     try:
         dist.init_process_group(BACKEND, store=memory_store(), rank=0, world_size=num_ranks)
@@ -46,12 +46,6 @@ def imagined_world(num_ranks: int, timeline: Timeline, *, is_local: bool = False
             dist.destroy_process_group()
     finally:
         _entered.pop()
-
-
-def _register_backend() -> None:
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
-        keep_flight_recorder_off(BACKEND)
 
 
 def _make_group(options: Any, backend_options: object = None) -> ImaginedGroup:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from weft import rank_thread
 from weft.errors import PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry, tracking
@@ -96,7 +97,7 @@ class Agent:
         self.pool = Pool(
             self.links,
             self.server.accept,
-            partial(registry.serving, self, registry.rank_world()),
+            partial(registry.serving, self, rank_thread.rank_world()),
             lambda: self.clock.note(0.0),
             options.num_threads,
         )

@@ -1,4 +1,4 @@
-"""Which agent a thread's calls go through: the one process-wide thing in weft.
+"""Which agent a thread's calls go through.
 
 A process has one agent as a rule. Where ranks are threads it has several: a thread that called init_rpc uses
 the agent that it made, and so do the threads of that agent's pool.
@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft import rank_thread
 from weft.errors import StateError
+from weft.rank_thread import EnterWorld
 
 if TYPE_CHECKING:
     from weft.rpc.agent import Agent
 
 
-EnterWorld = Callable[[], AbstractContextManager[None]]
-
-
 class _Mine(threading.local):
     agent: Agent | None = None
-    is_rank = False
-    enter_world: EnterWorld = nullcontext
 
 
 _mine = _Mine()
@@ -50,21 +47,7 @@ def find_agent() -> Agent | None:
     if mine is not None and not mine.is_ended:
         return mine
     # Threads that a worker's program started use its agent; a rank has its own, or none.
-    return _agents[0] if len(_agents) == 1 and not _mine.is_rank else None
-
-
-def set_rank_thread(enter_world: EnterWorld) -> None:
-    """Say that this thread is a rank, which may be a worker beside others of its process.
-
-    Whatever serves for it does so inside of `enter_world`: what a rank's own thread has, its handlers have.
-    """
-    _mine.is_rank = True
-    _mine.enter_world = enter_world
-
-
-def rank_world() -> EnterWorld:
-    """The world that this thread's handlers are to be in: a rank's own, or the process's."""
-    return _mine.enter_world
+    return _agents[0] if len(_agents) == 1 and not rank_thread.is_rank() else None
 
 
 @contextmanager
@@ -74,11 +57,6 @@ def serving(agent: Agent, enter_world: EnterWorld) -> Generator[None]:
     torch.init_num_threads()  # without it some operations take all cores, whatever the user has set
     with enter_world():
         yield
-
-
-def is_rank_thread() -> bool:
-    """Whether this thread is a rank."""
-    return _mine.is_rank
 
 
 def enter(agent: Agent) -> None:
@@ -93,10 +71,11 @@ def own_agent() -> Agent | None:
 
 
 def add(agent: Agent) -> None:
-    """Make an agent known to the process, and to this thread."""
+    """Make an agent known to the process, and to this thread: it ends with the thread's rank."""
     with _lock:
         _agents.append(agent)
     enter(agent)
+    rank_thread.at_end_of_rank(_end_worker)
 
 
 def remove(agent: Agent) -> None:
@@ -112,7 +91,7 @@ def keep(init_method: str, store: Any) -> None:
         _kept[init_method] = store
 
 
-def end_worker(failure: str | None = None) -> None:
+def _end_worker(failure: str | None) -> None:
     """End the agent of a rank whose function has ended without a shutdown; with why, if it failed."""
     agent = own_agent()
     if agent is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft import rank_thread
 from weft.errors import ConfigTypeError, StateError
 from weft.rpc import api, backend_registry, registry
 from weft.rpc.joining import open_store
@@ -87,7 +88,7 @@ def _init_rpc_backend(
 
 
 def _check_free() -> None:
-    agent = registry.own_agent() if registry.is_rank_thread() else registry.find_agent()
+    agent = registry.own_agent() if rank_thread.is_rank() else registry.find_agent()
     if agent is not None:
         raise StateError(
             f"RPC is already initialized: this worker is {agent.info}. Call rpc.shutdown() to begin anew."

@@ -33,7 +33,7 @@ GROUPS = (
         "torch.distributed.distributed_c10d",
         ("_FR_SELF_RECORDING_BACKENDS",),
         "keeps the flight recorder away from groups that are written in Python, where it fails",
-        ("local/labels.py",),
+        ("first_use.py",),
         since="2.15",
         is_optional=True,
     ),

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from weft.errors import ConfigError, LaunchError, WeftError
 from weft.launcher import launch
@@ -28,15 +27,13 @@ examples:
 """
 
 
-def add_train_command(commands: Any) -> None:
-    """Add `train` to the commands of `python -m weft`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "train",
-        help="train a model on many ranks",
-        description="Train a byte-level transformer on a text, on ranks of this machine or under torchrun.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def define_train_command(parser: argparse.ArgumentParser) -> None:
+    """Say what `weft train` takes, and what runs it."""
+    parser.description = (
+        "Train a byte-level transformer on a text, on ranks of this machine or under torchrun."
     )
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_train_arguments(parser)
     parser.set_defaults(run=_run)
 

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from weft.errors import ConfigError, InternalError, WeftError
 from weft.launcher.environment import read_rank_variables
@@ -36,13 +35,9 @@ What to try next
 (`weft` is in .venv/bin where scripts/demo has set up.)"""
 
 
-def add_demo_command(commands: Any) -> None:
-    """Add `demo` to the commands of `python -m weft`. It takes train's arguments."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "demo",
-        help="see weft train on this machine, against a single process",
-        description="Train on 2 ranks, then in one process, compare, and draw where the time went.",
-    )
+def define_demo_command(parser: argparse.ArgumentParser) -> None:
+    """Say what `weft demo` takes, which is what `weft train` takes, and what runs it."""
+    parser.description = "Train on 2 ranks, then in one process, compare, and draw where the time went."
     add_train_arguments(parser)
     parser.set_defaults(run=_run, steps=300, record=Path("weft-demo"))
 
