@@ -30,7 +30,7 @@ FOLDER = ".matrix"
 RESULTS = ROOT / FOLDER / "results.json"
 # Folders of tests by what they test, of every kind of test; a tier takes what its mark selects. Without those
 # that have a tier of their own, and those of scripts, which work in `.venv`.
-OTHERS = {f"tests/{name}" for name in ("compiler", "conformance", "gpu", "mutants", "parity", "repo")}
+OTHERS = {f"tests/{name}" for name in ("compiler", "conformance", "mutants", "repo")}
 FEATURES = tuple(sorted({f"tests/{path.parent.name}" for path in ROOT.glob("tests/*/test_*.py")} - OTHERS))
 # Everything that is asked of a version, cheapest first: what pytest is to run.
 TIERS: dict[str, tuple[str, ...]] = {

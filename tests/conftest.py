@@ -13,9 +13,6 @@ import signal
 import hypothesis
 import pytest
 
-# Of tests that lie by what they need; those that lie by feature say it themselves.
-MARKS_BY_FOLDER = {"threads": "threads", "procs": "processes", "gpu": "gpu"}
-
 # Of launchers of ranks, of weft, and of what decides how libraries compute and talk.
 STEERING = (
     "WEFT_",
@@ -68,9 +65,6 @@ hypothesis.settings.load_profile("any load")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if mark := MARKS_BY_FOLDER.get(item.path.parent.name):
-            item.add_marker(mark)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

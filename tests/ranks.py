@@ -282,9 +282,7 @@ def _install_rewriting() -> None:
 def _rewrite_asserts_beside_tests() -> None:
     """Let asserts tell their values also in the modules that lie beside tests: models, twins."""
     folders = (path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
-    pytest.register_assert_rewrite(
-        *(f"tests.{name}" for name in folders if name[0] not in "_." and not name.endswith("_bodies"))
-    )
+    pytest.register_assert_rewrite(*(f"tests.{name}" for name in folders if name[0] not in "_."))
 
 
 # Before a conftest.py of a folder imports what lies beside its tests.

@@ -19,13 +19,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders of tests that are not named after their part of src/weft.
+# Parts of src/weft whose tests lie in folders of other names, or in several.
 FOLDERS = {
-    "fsdp": "fully_shard",
-    "launcher": "launch",
-    "observe": "report",
-    "planning": "plan",
-    "training": "train",
+    "data_parallel": {"data_parallel", "data_parallel_rpc"},
+    "dist_autograd": {"dist_autograd", "data_parallel_rpc"},
+    "fsdp": {"fully_shard"},
+    "launcher": {"launch"},
+    "observe": {"report"},
+    "planning": {"plan"},
+    "rpc": {"rpc", "remote_module"},
+    "training": {"train"},
 }
 
 
@@ -62,7 +65,7 @@ def how_near(test_file: Path, changed: Set[Path]) -> int:
     if test_file in changed:
         return 0
     parts = {path.parts[2] for path in changed if path.parts[:2] == ("src", "weft")}
-    folders = {FOLDERS.get(part, part) for part in parts} | {
+    folders = {folder for part in parts for folder in FOLDERS.get(part, {part})} | {
         path.parts[1] for path in changed if path.parts[0] == "tests" and len(path.parts) > 2
     }
     return 1 if len(test_file.parts) > 2 and test_file.parts[1] in folders else 2

@@ -20,7 +20,7 @@ from tests.mutants.reached import ReachMap, RecordedTest, begin_recording, order
 from tests.mutants.scratch import Scratch, make_scratch
 
 # Rules about the text of the source, which a mutant may break for the wrong reason, and what needs a GPU.
-LEFT_OUT = ("tests/repo", "tests/gpu", "tests/mutants")
+LEFT_OUT = ("tests/repo", "tests/mutants")
 # How long pytest may take to exit once its verdict is known: it closes pools of ranks.
 _GRACE_SECS = 20.0
 _MAX_RESTARTS = 20
