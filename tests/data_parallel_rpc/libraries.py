@@ -1,7 +1,7 @@
 """The library that the tests of data parallel under distributed autograd are about: weft.
 
 With WEFT_TEST_LIBRARY=torch in the environment the tests on processes run on torch's own, which shows that
-the tests are right. What torch can't do is skipped there.
+the tests are right. What torch can't do is skipped there. `-W default` goes with it: torch warns of itself.
 """
 
 from __future__ import annotations

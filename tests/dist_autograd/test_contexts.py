@@ -96,7 +96,7 @@ def see_context(lib: str, x: Tensor) -> tuple[int | None, Tensor]:
 
 
 def test_a_handler_of_a_call_in_a_context_cannot_open_another(worker: Worker) -> None:
-    """A call inside a context can't open a second; one from outside opens its own."""
+    """A handler of a call from outside opens its own."""
     key = plant(worker, worker.next, 3, 2)
     wanted = "Already have an autograd context id for this thread"
     with autograd(worker.lib).context(), pytest.raises(RuntimeError, match=wanted):
@@ -133,7 +133,7 @@ def pass_for_another(lib: str, to: str, key: str) -> Tensor:
 
 @ON_PROCESSES
 def test_threads_that_are_started_in_a_context_are_outside(worker: Worker) -> None:
-    """A thread that one starts inside a context is outside, and its calls are not recorded."""
+    """Their calls are not recorded."""
     seen: list[Any] = []
     x = leaf(1, 2)
 
@@ -152,7 +152,7 @@ def test_threads_that_are_started_in_a_context_are_outside(worker: Worker) -> No
 
 @ON_PROCESSES
 def test_threads_have_a_context_each(worker: Worker) -> None:
-    """Each has its context, at the same time; one leaf has a gradient in each."""
+    """At the same time; one leaf has a gradient in each."""
     x, theirs = leaf(1, 3), plant(worker, worker.next, 2, 3)
     both_are_in = threading.Barrier(3)
     errors: list[BaseException] = []

@@ -94,10 +94,7 @@ def test_a_parameter_as_result(worker: Worker) -> None:
     key = f"parameter of {worker.name}"
     worker.rpc.rpc_sync(worker.next, keep_parameter, (worker.lib, key))
     with autograd(worker.lib).context() as context_id:
-        p, again = (
-            worker.rpc.rpc_sync(worker.next, own, (worker.lib, key)),
-            worker.rpc.rpc_sync(worker.next, own, (worker.lib, key)),
-        )
+        p, again = (worker.rpc.rpc_sync(worker.next, own, (worker.lib, key)) for _ in range(2))
         assert not p.is_leaf
         autograd(worker.lib).backward(context_id, [(p * again).sum()])
         found = worker.rpc.rpc_sync(worker.next, parameter_gradient, (worker.lib, context_id, key))

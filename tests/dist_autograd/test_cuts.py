@@ -1,13 +1,10 @@
-"""Where and when the graph is cut: every way in which a tensor comes from one worker to another, and back."""
+"""Where the graph is cut: every way in which a tensor comes from one worker to another, and back."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +22,6 @@ from tests.dist_autograd.leaves import (
 from tests.ranks import run_on
 from tests.rpc.remote_functions import count, deferred, give, keep, open_gate, pass_gate, visits
 from tests.rpc.workers import TORCH, WEFT, Worker, wait_until
-from weft.dist_autograd.context import DistAutogradContext
 
 pytestmark = [
     run_on(threads=3, timeout=90, collective_timeout=60),
@@ -290,7 +286,7 @@ def test_there_and_straight_back(worker: Worker) -> None:
 
 
 def test_tensors_that_need_no_gradient_arrive_as_they_are(worker: Worker) -> None:
-    """They arrive as they are, beside those that do; a call of such ones only records nothing."""
+    """Beside those that do; a call of such ones only records nothing."""
     x, still, whole = leaf(1, 3), quarters(2, 3), torch.arange(3)
     with autograd(worker.lib).context() as context_id:
         plain = worker.rpc.rpc_sync(worker.next, torch.add, (still, 1))
@@ -308,7 +304,7 @@ def mix(x: Tensor, still: Tensor, whole: Tensor) -> tuple[Tensor, list[tuple[boo
 
 
 def test_nothing_is_recorded_under_no_grad(worker: Worker) -> None:
-    """Of a call that is made under no_grad nothing is recorded; the other calls of the context are."""
+    """The other calls of the context are recorded."""
     x, theirs = leaf(1, 3), plant(worker, worker.next, 2, 3)
     with autograd(worker.lib).context() as context_id:
         with torch.no_grad():
@@ -379,61 +375,3 @@ def test_an_answer_that_comes_later(worker: Worker) -> None:
 @deferred
 def scale_later(lib: str, to: str, key: str, x: Tensor) -> Any:
     return import_module(lib).rpc_async(to, scale, (lib, key, x))
-
-
-# Before what is sent goes, or when it is on its way
-
-
-def computed() -> Tensor:
-    return torch.ones(3, requires_grad=True) * 2
-
-
-def is_cut(tensors: list[Tensor], *, are_given_up: bool) -> bool:
-    """Whether it is before the message goes."""
-    context = DistAutogradContext(1)
-    number = context.add_sent(0, tensors, are_given_up=are_given_up)
-    was_cut = context.sent[number].token is not None
-    context.cut(number)
-    assert context.sent[number].token is not None
-    assert context.sent[number].tensors is None
-    return was_cut
-
-
-def test_what_was_given_up_is_cut_when_it_is_on_its_way() -> None:
-    assert not is_cut([computed()], are_given_up=True)
-
-
-def test_what_others_may_have_is_cut_before() -> None:
-    assert is_cut([computed()], are_given_up=False)
-
-
-@pytest.mark.parametrize(
-    "hold", [lambda result: result[:1], lambda result: result.view_as(result), weakref.ref]
-)
-def test_what_can_be_come_by_is_cut_before(hold: Callable[[Tensor], Any]) -> None:
-    result = computed()
-    held = hold(result)
-    assert is_cut([result], are_given_up=True)
-    del held
-
-
-def test_a_view_is_cut_before() -> None:
-    assert is_cut([computed()[:2]], are_given_up=True)
-
-
-def test_leaves_are_cut_when_they_are_on_their_way() -> None:
-    assert not is_cut([torch.ones(3, requires_grad=True)], are_given_up=False)
-
-
-def test_one_that_can_be_changed_is_enough() -> None:
-    assert is_cut([torch.ones(3, requires_grad=True), computed()], are_given_up=False)
-
-
-@pytest.mark.parametrize("is_later", [False, True])
-def test_the_graph_is_the_one_of_what_was_sent(is_later: bool) -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    context = DistAutogradContext(1)
-    number = context.add_sent(0, [leaf * 2], are_given_up=is_later)
-    node: Any = context.tokens()[number].grad_fn
-    ((behind, _),) = node.next_functions
-    assert behind.name() == "MulBackward0"

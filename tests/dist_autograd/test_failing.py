@@ -142,7 +142,7 @@ def hook_to_fail(lib: str, key: str) -> None:
     kept(lib, key).register_hook(lambda gradient: raise_for_the_test(KeyError("from a hook")))
 
 
-def test_what_was_changed_in_place(worker: Worker) -> None:
+def test_what_was_changed_in_place_is_told(worker: Worker) -> None:
     """torch's own check of what an operator had saved, on the worker that has it."""
     x = leaf(1, 3)
     with autograd(worker.lib).context() as context_id:

@@ -291,10 +291,8 @@ def test_backward_under_no_grad(worker: Worker) -> None:
 
 def test_a_deep_graph(worker: Worker) -> None:
     """Sixty calls one after the other, round and round; far more than threads, and no stack overflows."""
-    x, targets = (
-        leaf(1, 2),
-        [plant(worker, to, 2, 2, name="deep") for to in (worker.next, worker.after_next, worker.name)],
-    )
+    x = leaf(1, 2)
+    targets = [plant(worker, to, 2, 2, name="deep") for to in (worker.next, worker.after_next, worker.name)]
     with autograd(worker.lib).context() as context_id:
         y = x
         for i in range(60):

@@ -61,14 +61,13 @@ def split_and_join(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_the_callee_changes_in_place_what_it_received(worker: Worker) -> None:
-    """By the callee, in what it received."""
     for function in [change_in_place, change_through_views, change_then_view, split_and_join]:
         run(worker, function, leaf(1, 2, 3), leaf(2, 2, 3))
 
 
 @EVERYDAY
 def test_the_caller_changes_in_place_what_came_back(worker: Worker) -> None:
-    """By the caller, in what came back; the sender's tensor is another."""
+    """The sender's tensor is another."""
     x, theirs = leaf(1, 2, 3), plant(worker, worker.next, 2, 2, 3)
     with autograd(worker.lib).context() as context_id:
         y, z = worker.rpc.rpc_sync(worker.next, two_results, (worker.lib, theirs.key, x))
@@ -91,7 +90,7 @@ def changed_locally(x: Tensor, p: Tensor) -> Tensor:
 
 
 def test_what_is_sent_is_the_tensor_as_it_is_then(worker: Worker) -> None:
-    """What is sent is the tensor as it is then; the gradient goes through what came before."""
+    """The gradient goes through what came before."""
     x = leaf(1, 3)
     with autograd(worker.lib).context() as context_id:
         y = x * 2
@@ -134,7 +133,7 @@ def make_layout(number: int, x: Tensor) -> Tensor:
 
 
 def test_a_gradient_has_the_dtype_of_its_tensor(worker: Worker) -> None:
-    """A gradient has the dtype of its tensor, whatever the worker in between makes of it."""
+    """Whatever the worker in between makes of it."""
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for dtype in kinds:
         x = quarters(1, 3).to(dtype).requires_grad_()
