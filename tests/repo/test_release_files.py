@@ -25,7 +25,7 @@ COMES_WITH_TORCH = {"triton"}
 def find_packages(sources: Iterable[Source]) -> set[str]:
     """The names of others' packages that files import, anywhere in them."""
     names = {reference.name.split(".")[0] for source in sources for reference in find_imports(source)}
-    return names - sys.stdlib_module_names - {"weft", ""}
+    return names - sys.stdlib_module_names - {"weft", "weft_cli", ""}
 
 
 def find_releases(changelog: str) -> list[tuple[str, str]]:
