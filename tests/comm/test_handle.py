@@ -149,9 +149,10 @@ def test_late_ranks_are_named() -> None:
     else:
         handle = comm.all_reduce(tensor)
         assert not handle.is_done()
-        for _ in range(2):
-            with pytest.raises(weft.PeerTimeoutError) as caught:
-                handle.wait(timeout=0.2)
+        with pytest.raises(weft.PeerTimeoutError):
+            handle.wait(timeout=0.2)
+        with pytest.raises(weft.PeerTimeoutError) as caught:
+            handle.wait(timeout=0.2)
         comm.send(torch.ones(1), late).wait()
         assert caught.value.ranks == (late,), caught.value
         assert isinstance(caught.value, TimeoutError)

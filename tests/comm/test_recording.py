@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def line() -> int:
 
 
 def test_every_field_of_an_event() -> None:
-    group = dist.new_group()
+    group: Any = dist.new_group()
     before = time.monotonic()
     with weft.record() as events:
         here = line() + 1

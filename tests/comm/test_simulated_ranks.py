@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_a_model_that_was_split_before_is_refused_at_its_collective() -> None:
 def test_plain_collectives_are_right() -> None:
     with local_tensor.LocalTensorMode(RANKS) as mode:
         tensor = mode.rank_map(lambda rank: torch.full((2,), float(rank)))
-        gathered = torch.zeros(2 * RANKS)
+        gathered: Any = torch.zeros(2 * RANKS)
         comm.all_gather_into_tensor(gathered, tensor).wait()
         comm.all_reduce(tensor).wait()
         assert tensor.reconcile().tolist() == [6.0, 6.0]

@@ -212,5 +212,5 @@ def test_staging_is_used_again_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) ->
 def test_torch_has_the_private_names() -> None:
     """`ProcessGroup._get_backend` (comm/rows.py) and flatten_dense_tensors (comm/spread_packing.py)."""
     assert callable(torch.distributed.ProcessGroup._get_backend)
-    flat = torch._C._nn.flatten_dense_tensors([torch.ones(2, 2), torch.zeros(1)])
+    flat = torch._C._nn.flatten_dense_tensors([torch.ones(2, 2), torch.zeros(1)])  # type: ignore[attr-defined]
     assert flat.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]

@@ -172,7 +172,7 @@ def test_jobs_see_the_callers_directory_path_and_arguments(
     (tmp_path / "weft_test_found.py").write_text("import os\ndef body():\n    return os.getcwd()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    import weft_test_found
+    import weft_test_found  # pyright: ignore[reportMissingImports]
 
     assert shared_pool(2).run(weft_test_found.body) == [str(tmp_path)] * 2
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_groups_meshes_functional_collectives_and_dtensor() -> None:
         by_column = functional.all_reduce(torch.tensor([rank]), "sum", (mesh, 0))
         full = torch.arange(16.0).reshape(4, 4)
         sharded = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
-        product = (sharded @ sharded).redistribute(mesh, [Replicate(), Replicate()])
+        sharded_product: Any = sharded @ sharded
+        product = sharded_product.redistribute(mesh, [Replicate(), Replicate()])
         assert torch.equal(product.to_local(), full @ full)
         return mine.item(), by_column.item(), mesh.get_coordinate(), sharded.to_local().tolist()
 

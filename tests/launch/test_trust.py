@@ -102,8 +102,8 @@ FALSE_PAGES: list[Any] = [
 
 def make_group_while_someone_writes(key: str, false: bytes) -> tuple[str, float]:
     """Rank 1 finds a false value under a key of a new group's. What is raised, and a sum of the world."""
+    real_wait = Introduction._wait
     if dist.get_rank() == 1:
-        real_wait = Introduction._wait
 
         def wait(self: Introduction, keys: Any) -> None:
             real_wait(self, keys)

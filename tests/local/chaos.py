@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Draw:
     """One random call: on which group, how large, in what memory."""
 
     def __init__(self, chance: random.Random, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group: Any = group  # a group of weft: it has `allocate`
         self.size = group.size()
         self.rank = group.rank()
         self.root = chance.randrange(self.size)

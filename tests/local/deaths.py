@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ import weft
 from tests.local.inputs import all_gather_single, me, num_ranks
 from weft.launcher.pool import RankPool
 
-Collective = Callable[[dist.ProcessGroup, int], object]
+Collective = Callable[[Any, int], object]
 MARK = "WEFT_TEST_MARK"
 
 

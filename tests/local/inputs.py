@@ -39,8 +39,9 @@ functional_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all
 
 Shape = int | Sequence[int]
 Op = dist.ReduceOp.RedOpType
-SUM, PRODUCT, MIN, MAX = Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX
-BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
+SUM, PRODUCT, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+BAND, BOR, BXOR = dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR
+BITWISE = [BAND, BOR, BXOR]
 
 
 def sizes() -> list[int]:
@@ -88,9 +89,9 @@ def reduced(tensors: Sequence[torch.Tensor], op: Op = SUM) -> torch.Tensor:
 
 
 def _reduced_bool(tensors: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
-    if op in (SUM, MAX, Op.BOR):
+    if op in (SUM, MAX, BOR):
         return functools.reduce(torch.logical_or, tensors)
-    if op in (PRODUCT, MIN, Op.BAND):
+    if op in (PRODUCT, MIN, BAND):
         return functools.reduce(torch.logical_and, tensors)
     return functools.reduce(torch.logical_xor, tensors)
 
@@ -100,9 +101,9 @@ _STEPS: dict[Op, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     PRODUCT: torch.mul,
     MIN: torch.minimum,
     MAX: torch.maximum,
-    Op.BAND: torch.bitwise_and,
-    Op.BOR: torch.bitwise_or,
-    Op.BXOR: torch.bitwise_xor,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
 }
 
 

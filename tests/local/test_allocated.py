@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ NUMELS = (1, 1000, 20_001, 300_001)
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return dist.group.WORLD.allocate(*shape, dtype=dtype)
+    world: Any = dist.group.WORLD
+    return world.allocate(*shape, dtype=dtype)
 
 
 def given(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -160,6 +162,7 @@ def test_a_view_keeps_the_memory() -> None:
 
 def test_memory_is_dropped_and_allocated_again() -> None:
     """A new buffer may have the old one's memory: it is zeroed, and peers must not see the old one's."""
+    kept: list[torch.Tensor] = []
     for i in range(60):
         numel = (1000, 30_000, 5)[i % 3]
         tensor = allocate(numel)
@@ -168,10 +171,10 @@ def test_memory_is_dropped_and_allocated_again() -> None:
         dist.all_reduce(tensor)
         assert_same(tensor, reduced(samples(numel, salt=i)), f"all_reduce in buffer {i}")
         if me() == i % num_ranks():
-            keep = allocate(200_000).fill_(i)  # so that ranks' buffers come to lie in different places
+            kept[:] = [allocate(200_000).fill_(i)]  # so that ranks' buffers come to lie in different places
         del tensor
         if i % 20 == 19 and me() == i % num_ranks():
-            del keep
+            kept.clear()
 
 
 def test_a_buffer_may_be_dropped_while_it_is_under_way() -> None:
@@ -184,7 +187,7 @@ def test_a_buffer_may_be_dropped_while_it_is_under_way() -> None:
 
 
 def test_a_buffer_may_be_used_on_another_group() -> None:
-    group = dist.new_group(list(range(num_ranks()))[::-1])
+    group: Any = dist.new_group(list(range(num_ranks()))[::-1])
     for numel in (5, 50_000):
         tensor = group.allocate(numel).copy_(sample(me(), numel))
         dist.all_reduce(tensor)  # on the default group
@@ -241,7 +244,7 @@ def test_many_buffers_at_once() -> None:
 def test_groups_leave_nothing() -> None:
     def make(num_groups: int) -> None:
         for _ in range(num_groups):
-            group = dist.new_group()
+            group: Any = dist.new_group()
             tensor = group.allocate(1000).fill_(1)
             dist.all_reduce(tensor, group=group)
             assert (tensor == num_ranks()).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,8 +149,9 @@ def test_barriers() -> None:
         dist.barrier()
         dist.barrier(async_op=True).wait()
     # dist.monitored_barrier refuses every backend that isn't called gloo.
-    dist.group.WORLD.monitored_barrier()
-    dist.group.WORLD.monitored_barrier(wait_all_ranks=True)
+    world: Any = dist.group.WORLD
+    world.monitored_barrier()
+    world.monitored_barrier(wait_all_ranks=True)
 
 
 def test_groups_of_some_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -71,6 +73,8 @@ def test_tags_out_of_order() -> None:
 
 
 def test_receives_posted_before_the_sends() -> None:
+    tensors: list[torch.Tensor] = []
+    works: list[Any] = []
     if me() == 1:
         tensors = [torch.full((numel,), -1.0) for numel in (4, 50_000)]
         works = [dist.irecv(tensor, 0, tag=tag) for tag, tensor in enumerate(tensors)]

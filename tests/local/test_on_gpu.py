@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -77,7 +79,7 @@ def test_movements() -> None:
 
 
 def test_allocated_buffers() -> None:
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     for numel in (1000, 3_000_001):
         for _ in range(3):
             tensor = group.allocate(numel, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -59,9 +60,9 @@ def dtensors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     left = torch.randint(-3, 4, (6, 8), generator=generator).float()
     right = torch.randint(-3, 4, (8, 4), generator=generator).float()
-    columns = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
-    rows = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
-    product: DTensor = columns @ rows  # a partial sum
+    columns: Any = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
+    rows: Any = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
+    product: Any = columns @ rows  # a partial sum
     whole = product.full_tensor()
     torch.testing.assert_close(whole.detach(), left @ right, rtol=0, atol=0)
     product.redistribute(placements=[Shard(0)]).sum().redistribute(placements=[Replicate()]).backward()

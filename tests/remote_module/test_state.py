@@ -181,7 +181,7 @@ def test_a_module_that_holds_one_has_its_state() -> None:
     expected = nn.ModuleDict({"near": nn.Linear(WIDTH, WIDTH), "far": Net()}).state_dict()
     state = hybrid.state_dict()
     assert list(state) == list(expected)
-    assert state._metadata == expected._metadata
+    assert state._metadata == expected._metadata  # type: ignore[attr-defined]
     keys = other.load_state_dict(state)
     assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
     assert torch.equal(other.far.state_dict()["linear.weight"], torch.full((WIDTH, WIDTH), 1.0))

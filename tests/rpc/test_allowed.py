@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._utils
 
 from weft.errors import ConfigError, ConfigTypeError, PeerError, RefusedError
 from weft.rpc.allowed import Allowed
@@ -162,7 +163,7 @@ def test_a_module_covers_what_is_in_it() -> None:
         np.arange(3),
         np.float64(1),
         pickle.loads,
-        copyreg._reconstructor,
+        copyreg._reconstructor,  # type: ignore[attr-defined]
         sys.exit,
         Allowed,
     ],

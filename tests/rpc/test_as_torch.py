@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import rpc as torch_rpc
+from torch.distributed.rpc import constants as torch_constants
 
 import weft
 from tests.rpc import (
@@ -186,11 +187,12 @@ def call_unknown(worker: Worker) -> None:
     def only_here() -> None: ...
 
     only_here.__module__, only_here.__qualname__ = remote_functions.__name__, "only_here"
-    remote_functions.only_here = only_here
+    module: Any = remote_functions
+    module.only_here = only_here
     try:
         worker.rpc.rpc_sync(worker.next, only_here)
     finally:
-        del remote_functions.only_here
+        del module.only_here
 
 
 AFTER: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -314,10 +316,10 @@ def test_names_are_there() -> None:
         assert hasattr(rpc.api, name), name
     numbers = ["DEFAULT_RPC_TIMEOUT_SEC", "DEFAULT_NUM_WORKER_THREADS", "UNSET_RPC_TIMEOUT"]
     for name in [*numbers, "DEFAULT_INIT_METHOD"]:
-        assert getattr(rpc.constants, name) == getattr(torch_rpc.constants, name)
+        assert getattr(rpc.constants, name) == getattr(torch_constants, name)
     assert rpc.RRef is rpc.PyRRef
     assert rpc.BackendType.TENSORPIPE.name == "TENSORPIPE"
-    assert repr(rpc.BackendType.TENSORPIPE) == repr(torch_rpc.BackendType.TENSORPIPE)
+    assert repr(rpc.BackendType.TENSORPIPE) == repr(torch_rpc.BackendType.TENSORPIPE)  # type: ignore[attr-defined]
     assert rpc.backend_registry.backend_registered("TENSORPIPE")
     assert not rpc.backend_registry.backend_registered("nothing such")
     assert weft.rpc is rpc

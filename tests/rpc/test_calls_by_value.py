@@ -7,6 +7,7 @@ import math
 import operator
 import threading
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -130,13 +131,14 @@ def test_a_name_that_the_callee_lacks_is_named(worker: Worker) -> None:
         def only_here() -> None: ...
 
         only_here.__module__, only_here.__qualname__ = remote_functions.__name__, "only_here"
-        remote_functions.only_here = only_here
+        module: Any = remote_functions
+        module.only_here = only_here
         try:
             with pytest.raises(
                 AttributeError, match="RPC pickler does not serialize function code"
             ) as caught:
                 worker.rpc.rpc_sync(worker.next, only_here)
         finally:
-            del remote_functions.only_here
+            del module.only_here
         assert "only_here" in str(caught.value)
     assert worker.rpc.rpc_sync(worker.next, add, (1, 2)) == 3

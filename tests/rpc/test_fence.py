@@ -132,7 +132,7 @@ def test_modules_and_parameters_come_through() -> None:
     parameter.tag = "mine"  # pyright: ignore[reportAttributeAccessIssue]
     again = travel(parameter, [])
     assert type(again) is nn.Parameter
-    assert (again.requires_grad, again.tag) == (False, "mine")
+    assert (again.requires_grad, again.tag) == (False, "mine")  # pyright: ignore[reportAttributeAccessIssue]
     linear = nn.Linear(2, 2)
     names = ["torch.nn.Linear", "builtins.set"]
     assert travel(linear, names).weight.equal(linear.weight)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.dlpack
 
 from weft.rpc.arena import Place
 from weft.rpc.tensors import SHARED_BYTES, Route, TensorPost
@@ -56,6 +57,7 @@ def test_a_block_comes_back_with_what_was_made_of_it(posts: Posts) -> None:
 
 
 def test_a_block_can_go_to_and_fro(posts: Posts) -> None:
+    arrived: torch.Tensor | None = None
     for number in range(20):
         arrived, is_handed_back = hand_back(posts, lend(posts, make() + number))
         assert is_handed_back

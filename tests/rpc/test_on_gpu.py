@@ -108,6 +108,7 @@ def test_blocks_are_used_again(
 ) -> None:
     monkeypatch.setattr(device_arena, "KEPT_BYTES", kept_bytes)
     sent = torch.ones(NUMEL, device=GPU)
+    num_bytes: int | None = None
     for turn in range(30):
         parcel = pack(post, [sent.fill_(turn)], NEAR)
         assert peer.ask(tensor_peers.receive_and_drop, parcel) == turn * NUMEL

@@ -301,7 +301,8 @@ def sum_kept(key: tuple[int, str]) -> float:
 
 def _read(kept: Any) -> Any:
     if callable(kept):
-        return kept().sum()
+        got: Any = kept()
+        return got.sum()
     if isinstance(kept, torch.UntypedStorage):
         return torch.empty(0).set_(kept).sum()
     return kept.sum()

@@ -17,6 +17,7 @@ from weft.errors import ConfigError, ConfigTypeError, TamperedError
 from weft.rpc import secret as rpc_secret
 from weft.rpc.options import resolve_options
 from weft.rpc.secret import derive_keys, read_shared_secret, resolve_secret, strengthen_secret
+from weft.trust import secret as trust_secret
 
 PHRASE = "correct horse battery staple"
 
@@ -26,7 +27,7 @@ def without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_RPC_SECRET", raising=False)
     monkeypatch.delenv("WEFT_SECRET_FILE", raising=False)
     monkeypatch.setattr(rpc_secret, "_taken", None)
-    monkeypatch.setattr(trust.secret, "_installed", None)
+    monkeypatch.setattr(trust_secret, "_installed", None)
 
 
 @pytest.mark.parametrize("weak", ["1", b"1", "a" * 64, "abcabcabcabcabcabcabcabc", "short one", ""])

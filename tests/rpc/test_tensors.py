@@ -193,7 +193,7 @@ def make_sparse() -> list[torch.Tensor]:
             dense.to_sparse(),
             dense.to_sparse().requires_grad_(),
             torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3)),  # uncoalesced, hybrid
-            torch.sparse_coo_tensor(size=(3, 2)),
+            torch.sparse_coo_tensor(size=(3, 2)),  # type: ignore[call-arg]
             dense.to_sparse_csr(),
             dense.to_sparse_csc(),
             dense.to_sparse_bsr((1, 2)),
@@ -311,6 +311,7 @@ def test_what_lies_between_elements_is_not_sent(route: Route, width: int) -> Non
         others = set(table.flatten().tolist()) - set(view.flatten().tolist())
         seen = torch.tensor([], dtype=torch.float32).set_(received.untyped_storage()).tolist()
         assert not others & set(seen) - {0.0}, view.stride()  # blocks are filled with zeros
+    descriptors: Any
     descriptors, _ = posts[0].pack([table.t(), table[0].expand(3, width)], route)
     assert [descriptor[2] for descriptor in descriptors] == [(1, width), (0, 1)]  # strides stay without gaps
     for post in posts:

@@ -38,7 +38,7 @@ BATCH_FRAMES = 5_000
 DOOR_BATCH_FRAMES = 500
 PEER_SECS = 20.0
 GROWTH_BYTES = 64 << 20
-HEADER = encode_message(Message(Kind.CALL, 1, 2, 3, b""))[0]
+HEADER = bytes(encode_message(Message(Kind.CALL, 1, 2, 3, b""))[0])
 EDGES = (0, 1, 2, 5, 6, 255, INLINE_BYTES, INLINE_BYTES + 1, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1,
          1 << 63, (1 << 64) - 1)  # fmt: skip
 

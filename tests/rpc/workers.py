@@ -139,7 +139,7 @@ def from_worker0(test: Callable[..., None]) -> Callable[..., None]:
             test(**args, **({"worker": worker} if "worker" in parameters else {}))
 
     own = inspect.Parameter("worker", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Worker)
-    run.__signature__ = inspect.Signature(
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [own, *(each for name, each in parameters.items() if name != "worker")]
     )
     return run

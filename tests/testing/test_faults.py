@@ -15,6 +15,7 @@ import torch.distributed as dist
 import weft
 from tests.ranks import run_on
 from weft import comm
+from weft.comm.call import current_watchers
 from weft.errors import ConfigError, LaunchError, PeerError
 from weft.testing import Fault, inject, open_gate, random_fault, shared_pool
 
@@ -213,7 +214,7 @@ def test_nothing_fires_after_the_block() -> None:
     with inject(Fault(0, "raise", call=1, must_fire=False)):
         reduce_ones()
     reduce_ones()
-    assert comm.call.current_watchers() == ()
+    assert current_watchers() == ()
 
 
 def reduce_alone(group: dist.ProcessGroup) -> None:
@@ -222,7 +223,7 @@ def reduce_alone(group: dist.ProcessGroup) -> None:
 
 
 def own_group() -> dist.ProcessGroup:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    groups: list[Any] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
 
 
@@ -271,7 +272,7 @@ def test_a_gate_is_opened_by_the_call_of_another_rank() -> None:
 def test_what_would_end_the_process_is_refused_on_threads(action: str) -> None:
     with pytest.raises(ConfigError, match=f"would {action} the process of all thread-ranks"):
         inject(Fault(0, action)).__enter__()  # type: ignore[arg-type]
-    assert comm.call.current_watchers() == ()
+    assert current_watchers() == ()
 
 
 @pytest.mark.threads
