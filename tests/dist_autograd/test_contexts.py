@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,3 +319,38 @@ def function_names(lib: str) -> tuple[int, int, str]:
     sends = list(context._send_functions().values())
     ((function, _),) = sends[0].next_functions
     return len(sends), len(context._recv_functions()), function.name().rstrip("0123456789")
+
+
+LOADED_LATE = """
+import weft
+from weft import rpc
+
+def double(x):
+    return x * 2
+
+def main():
+    import torch
+    rank = torch.distributed.get_rank()
+    rpc.init_rpc(f"worker{rank}")
+    if rank == 0:
+        from weft import dist_autograd
+        x = torch.ones(2, requires_grad=True)
+        with dist_autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", double, (x,))
+            dist_autograd.backward(context_id, [y.sum()])
+            assert dist_autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+    rpc.shutdown()
+
+weft.launch(main, ranks=2)
+"""
+
+
+@run_on()
+@pytest.mark.processes
+def test_it_may_be_imported_after_rpc_was_initialized(tmp_path: Path) -> None:
+    """On one worker, too: the others needn't know of it."""
+    (tmp_path / "late.py").write_text(LOADED_LATE)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "late.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

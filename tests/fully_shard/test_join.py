@@ -6,6 +6,9 @@ parameters, or nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +44,32 @@ def test_gradients() -> None:
     twin.check()
     twin.update()
     twin.train(2)  # evenly again
+
+
+class AllGatherByHand:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+class ReduceScatterByHand(AllGatherByHand):
+    def __call__(self, *args: Any, op: Any = None, **tensors: Any) -> None:
+        dist.reduce_scatter_tensor(
+            tensors["output_tensor"], tensors["input_tensor"], op=op, group=tensors["group"]
+        )
+
+
+def test_collectives_of_the_users() -> None:
+    """What they call is fully_shard's: joined ranks make the same calls."""
+    twin = Twin(net())
+    twin.sharded.set_custom_all_gather(AllGatherByHand())
+    twin.sharded.set_custom_reduce_scatter(ReduceScatterByHand())
+    train_unevenly(twin, by_world, optimizer=None)
+    twin.check()
 
 
 def test_gradients_of_the_active() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.join.models import WIDTH, SyncBatchNormOnCpu, batch, make_model
 from tests.ranks import run_on
-from weft import DistributedDataParallel, comm, record, replicate
+from weft import DistributedDataParallel, comm, fully_shard, record, replicate
 from weft.comm_hooks import GradBucket
 from weft.comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from weft.comm_hooks.default_hooks import allreduce_hook
@@ -130,10 +130,11 @@ def test_ddp_with_sync_batch_norm() -> None:
     assert_same_model(model.module, train_alone(make_model(nn.BatchNorm1d)))
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate, fully_shard])
 def test_a_norm_inside_the_model_costs_no_words(wrap: Any) -> None:
     model = wrap(make_model(SyncBatchNormOnCpu))
-    with record() as events, Join([model]):
+    optimizer = {"optimizer": None} if wrap is fully_shard else {}
+    with record() as events, Join([model], **optimizer):
         for step in range(3):
             model(batch(dist.get_rank(), step)).sum().backward()
     assert len(events.by_feature("join")) == 3 + 1

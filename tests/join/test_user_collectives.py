@@ -5,7 +5,8 @@ Rank r has 1 + r inputs, so in step s (from 0) the ranks from s on are active.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 from tests.join.joinables import Ones
 from tests.ranks import run_on
-from weft import StateError, comm, desync_check
-from weft.join import Join, shadowed
+from weft import StateError, comm, desync_check, record
+from weft.join import Join, Joinable, JoinHook, shadowed
 
 pytestmark = [run_on(threads=(2, 4)), run_on(weft=4, gloo=4, full=True)]
 
@@ -190,3 +191,71 @@ def test_all_to_all_is_refused() -> None:
         comm.all_to_all_single(torch.zeros(size), torch.ones(size)).wait()
 
     check_refused(extra, "all_to_all_single")
+
+
+class Counts:
+    """Not a Joinable: what one inherits from a class that knows nothing of Join."""
+
+    def count(self) -> float:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one.item()
+
+    def twice(self) -> Generator[float]:
+        for _ in range(2):
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            yield one.item()
+
+    @property
+    def number(self) -> float:
+        return self.count()
+
+
+class FourCountsHook(JoinHook):
+    def main_hook(self) -> None:
+        for _ in range(4):
+            dist.all_reduce(torch.zeros(1))
+
+
+class FourCounts(Counts, Joinable):
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return FourCountsHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+class DoubledCounts(Counts):
+    def count(self) -> float:
+        return 2 * super().count()
+
+
+class Mixed(FourCounts, DoubledCounts):
+    """Its `count` is DoubledCounts', as Python's order of classes says."""
+
+
+@pytest.mark.parametrize(("made", "factor"), [(FourCounts, 1), (Mixed, 2)])
+def test_inherited_methods_generators_and_properties_are_the_joinables(
+    made: type[FourCounts], factor: int
+) -> None:
+    joinable = made()
+    with record() as events, Join([joinable]):
+        for step in range(1 + dist.get_rank()):
+            Join.notify_join_context(joinable)
+            num_active = len(active_ranks(step))
+            assert joinable.count() == factor * num_active
+            seen = []
+            for number in joinable.twice():
+                seen.append(number)
+                if step == 0:  # of the loop, not of the generator: joined ranks hear of it
+                    check_sum(step)
+            assert seen == [num_active] * 2
+            assert joinable.number == factor * num_active
+    assert len(events.by_feature("join")) > 0
+    assert joinable.count() == factor * dist.get_world_size()

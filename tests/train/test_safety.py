@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,24 @@ def test_no_file_outside_of_the_folder_is_read(name: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="can't be loaded"):
         checkpoints.load(trainer, 0)
     assert all(map(torch.equal, before, trainer.module.parameters()))
+    trainer.close()
+
+
+@run_on(threads=1, timeout=60)
+def test_what_is_read_of_a_checkpoint_is_bounded_whatever_sizes_its_files_claim(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "saved")
+    trainer = made()
+    path = checkpoints.save(trainer, {})
+    os.truncate(path / ".metadata", 2**33)
+    (path / "large").touch()
+    os.truncate(path / "large", 2**40)  # in proportion to this, the other is small
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"can't be loaded.* more than [\d,]+ bytes"):
+            checkpoints.load(trainer, 0)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
     trainer.close()
 
 

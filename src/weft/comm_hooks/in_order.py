@@ -188,12 +188,12 @@ class BodyQueue:
                 value = task.context.run(task.body)
                 # Counted before the future is complete: whoever waited for it finds the queue idle.
                 is_counted = self._finish_one()
-                task.future.set_result(value)
+                task.context.run(task.future.set_result, value)  # its callbacks are the caller's, too
         except BaseException as error:
             if not is_counted:
                 self._finish_one()
             if not task.future.done():
-                task.future.set_exception(_as_exception(error))
+                task.context.run(task.future.set_exception, _as_exception(error))
 
     def _finish_one(self) -> bool:
         with self._changed:

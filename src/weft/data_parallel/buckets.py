@@ -185,7 +185,10 @@ def launch_behind_hooks(group: ProcessGroup, tensor: torch.Tensor, launch: Calla
 
 def wait_for(pending: Pending) -> torch.Tensor:
     """The result of a collective or a hook."""
-    return pending.wait() if isinstance(pending, comm.Handle) else only_tensor(pending.wait())
+    if isinstance(pending, comm.Handle):
+        return pending.wait()
+    with hosted_by(FEATURE):  # callbacks of a future may run in the wait
+        return only_tensor(pending.wait())
 
 
 def call_hook(reduction: Reduction, bucket: GradBucket) -> Future[torch.Tensor]:

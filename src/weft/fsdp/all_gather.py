@@ -19,6 +19,7 @@ import torch
 
 from weft import comm
 from weft.comm import Handle
+from weft.comm.call import hosted_by
 from weft.fsdp.mesh import FEATURE, DataParallelMesh
 from weft.fsdp.param import ShardedParam, copy_from_rank_major
 from weft.fsdp.placement import ShardLayout, post_forward_spec
@@ -192,12 +193,13 @@ class FlatParams:
         """All-gather through the user's own implementation."""
         custom, spread = self._settings.custom_all_gather, self._spread
         shape = (spread.num_ranks * spread.shard_numel,)
-        output = custom.allocate(shape, dtype=shard.dtype, device=shard.device)
-        work = custom(
-            output_tensor=output, input_tensor=shard, group=self._dp_mesh.shard_group, async_op=False
-        )
-        if work is not None:
-            work.wait()
+        with hosted_by(FEATURE):
+            output = custom.allocate(shape, dtype=shard.dtype, device=shard.device)
+            work = custom(
+                output_tensor=output, input_tensor=shard, group=self._dp_mesh.shard_group, async_op=False
+            )
+            if work is not None:
+                work.wait()
         rows = output.view(spread.num_ranks, spread.shard_numel)
         for numel, start, at in zip(
             spread.piece_numels, spread.shard_starts, spread.whole_starts, strict=True

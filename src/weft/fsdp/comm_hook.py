@@ -23,7 +23,7 @@ from weft.comm_hooks.hook_check import check_hook
 from weft.comm_hooks.mean import only_tensor
 from weft.errors import ConfigError, StateError
 from weft.fsdp.all_gather import reallocates_cheaply
-from weft.fsdp.mesh import DataParallelMesh
+from weft.fsdp.mesh import FEATURE, DataParallelMesh
 from weft.fsdp.reduce import Grads, ReduceBucket, copy_to_rows
 from weft.tensors import use_count
 
@@ -77,9 +77,9 @@ class RegisteredCommHook:
             sharers=layout.sharers,
         )
         hook_bucket.label = name
-        with hosted_by("fsdp"):
+        with hosted_by(FEATURE):  # the wait too: callbacks of a future may run in it
             future = self._hook(self._state, hook_bucket)
-        mean = only_tensor(stand_for(name, mesh.groups[0], future.wait))
+            mean = only_tensor(stand_for(name, mesh.groups[0], future.wait))
         if mean.layout is not torch.strided or mean.numel() != buffer.numel():
             raise StateError(
                 f"a gradient hook's future must bring a tensor like the bucket's buffer, of {buffer.numel()} "

@@ -16,6 +16,7 @@ import torch
 
 from weft import comm
 from weft.comm import Handle
+from weft.comm.call import hosted_by
 from weft.errors import RefusedError, UnsupportedError
 from weft.fsdp.all_gather import allocate_storage, free_storage
 from weft.fsdp.mesh import FEATURE, DataParallelMesh
@@ -90,16 +91,18 @@ class ExtensionParam:
         mesh = self._dp_mesh.mesh
         shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
         if num_args == 1:
-            return pre_all_gather(shard_mesh)
+            with hosted_by(FEATURE):
+                return pre_all_gather(shard_mesh)
         if num_args != 5:
             raise RefusedError(
                 f"Invalid fsdp_pre_all_gather of parameter {param.fqn}: it takes {num_args} arguments. "
                 "Expects fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)."
             )
         shape = torch.Size(param.layout.shape)
-        inputs, metadata = pre_all_gather(
-            shard_mesh, shape, contiguous_strides(shape), param.sites[0].module, self._policy
-        )
+        with hosted_by(FEATURE):
+            inputs, metadata = pre_all_gather(
+                shard_mesh, shape, contiguous_strides(shape), param.sites[0].module, self._policy
+            )
         self._check_padding(param, inputs)
         return inputs, metadata
 
@@ -126,7 +129,7 @@ class ExtensionParam:
         param = self._param
         tensor: Any = param.local
         dtype = param.compute_dtype(self._policy)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), hosted_by(FEATURE):
             outputs = tuple(
                 output.view(-1, *size[1:]) for output, size in zip(self._outputs, self._sizes, strict=True)
             )

@@ -22,6 +22,7 @@ from weft.errors import ConfigError
 from weft.fsdp.mesh import FEATURE
 from weft.fsdp.reduce import ReductionQueue
 from weft.join import Join, Joinable, JoinHook
+from weft.join.watch import JoinWatch
 
 if TYPE_CHECKING:
     from weft.fsdp.param_group import ParamGroup
@@ -107,6 +108,7 @@ class UnevenSteps:
 
     def __init__(self, reduction_queue: ReductionQueue) -> None:
         self._reduction_queue = reduction_queue
+        self._forward: tuple[JoinWatch, int] | None = None  # whose calls are a Joinable's, and which one's
 
     def begin_step(self, root: ModuleState) -> None:
         """Before a forward on an active rank: tell joined ones how it runs. No effect outside of a Join."""
@@ -118,11 +120,21 @@ class UnevenSteps:
         if problem is not None:
             raise ConfigError(problem)
         Join.notify_join_context(owner)
+        if owner._join_config.watch is not None:
+            self._forward = (owner._join_config.watch, id(owner))
+            owner._join_config.watch.forwards.add(id(owner))
         num_active = Join.num_active(owner) or 1
         if num_active < owner.join_process_group.size():
             self._set_mean_scale(owner, num_active)
             flags = [flag for group in _groups_of(root) for flag in _grad_flags(group)]
             _exchange(owner, [1, num_active, int(torch.is_grad_enabled()), *map(int, flags)])
+
+    def end_forward(self) -> None:
+        """After a forward, also one that failed. No effect outside of a Join."""
+        if self._forward is not None:
+            watch, owner_id = self._forward
+            watch.forwards.discard(owner_id)
+            self._forward = None
 
     @contextmanager
     def shadowed_step(self, root: ModuleState) -> Generator[bool]:

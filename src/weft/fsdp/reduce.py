@@ -302,9 +302,10 @@ class GradReduction:
         """Reduce-scatter through the user's own implementation."""
         bucket, custom = self._bucket, self._bucket.settings.custom_reduce_scatter
         num_ranks, numel = bucket.dp_mesh.shard_size, bucket.spread.shard_numel
-        packed = custom.allocate(
-            (num_ranks * numel,), dtype=bucket.reduce_dtype, device=bucket.dp_mesh.device
-        )
+        with hosted_by(FEATURE):
+            packed = custom.allocate(
+                (num_ranks * numel,), dtype=bucket.reduce_dtype, device=bucket.dp_mesh.device
+            )
         packed.zero_()
         rows = packed.view(num_ranks, numel)
         for grad, at, chunk in zip(
@@ -312,15 +313,16 @@ class GradReduction:
         ):
             if grad is not None and chunk:
                 copy_to_rows(rows, grad.reshape(-1), at, chunk)
-        work = custom(
-            output_tensor=self._out,
-            input_tensor=packed,
-            group=bucket.dp_mesh.shard_group,
-            op=self._mean_plan.op,
-            async_op=False,
-        )
-        if work is not None:
-            work.wait()
+        with hosted_by(FEATURE):
+            work = custom(
+                output_tensor=self._out,
+                input_tensor=packed,
+                group=bucket.dp_mesh.shard_group,
+                op=self._mean_plan.op,
+                async_op=False,
+            )
+            if work is not None:
+                work.wait()
 
     @property
     def has_replicas(self) -> bool:
@@ -394,12 +396,12 @@ class GradReduction:
             return
         stream = settings.all_reduce_stream
         if stream is None:
-            with hosted_by("fsdp"):
+            with hosted_by(FEATURE):
                 settings.all_reduce_hook(self._out)
             return
         device: Any = torch.get_device_module(self._bucket.dp_mesh.device)
         stream.wait_stream(device.current_stream())
-        with device.stream(stream), hosted_by("fsdp"):
+        with device.stream(stream), hosted_by(FEATURE):
             settings.all_reduce_hook(self._out)
         device.current_stream().wait_stream(stream)
 
@@ -485,20 +487,20 @@ def accumulate_grad(param: ShardedParam, grad: DTensor | None) -> None:
     if grad is not None:
         hooks = sharded._backward_hooks
         if hooks:
-            for hook in list(hooks.values()):
-                with hosted_by("fsdp"):
+            with hosted_by(FEATURE):
+                for hook in list(hooks.values()):
                     changed = hook(grad)
-                grad = grad if changed is None else changed
+                    grad = grad if changed is None else changed
         if sharded.grad is None:
             sharded.grad = grad
         else:
             _add_grad(param, sharded.grad, grad)
     hooks = sharded._post_accumulate_grad_hooks
     if hooks:
-        with torch.enable_grad():  # as autograd runs them; an optimizer says no_grad itself
+        # As autograd runs them; an optimizer says no_grad itself.
+        with torch.enable_grad(), hosted_by(FEATURE):
             for hook in list(hooks.values()):
-                with hosted_by("fsdp"):
-                    hook(sharded)
+                hook(sharded)
 
 
 def set_grads(params: Sequence[ShardedParam], grads: Sequence[DTensor]) -> bool:

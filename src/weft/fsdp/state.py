@@ -445,6 +445,7 @@ class ModelState:
 
     def end_forward(self) -> None:
         """It has ended: on this rank, and when this returns on all."""
+        self.uneven_steps.end_forward()
         self._finish_plans()
         for state in self.states:
             state.end_forward()
@@ -514,6 +515,7 @@ class ModelState:
 
     def drop_forward(self) -> None:
         """An exception ends the forward. Gradients of earlier ones stay."""
+        self.uneven_steps.end_forward()
         for order in self._groups_by_order:
             order.drop_phases()
         for group in self._groups:
@@ -524,6 +526,7 @@ class ModelState:
 
     def drop_step(self) -> None:
         """An exception has ended the step. Gradients that were not delivered are lost."""
+        self.uneven_steps.end_forward()
         for order in self._groups_by_order:
             order.drop_phases()
         self.reduction_queue.drop()

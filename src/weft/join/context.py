@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -76,10 +76,8 @@ class Joinable(ABC):
     def __init_subclass__(cls, *, calls_by_feature: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # A class that weft makes for a module (`modules.give_class`) has no methods of the user's.
-        is_wefts = calls_by_feature or "_weft_own_class" in vars(cls)
-        for name, method in () if is_wefts else tuple(vars(cls).items()):
-            if inspect.isfunction(method) and (not name.startswith("__") or name == "__call__"):
-                setattr(cls, name, _attributed(method))
+        if not calls_by_feature and "_weft_own_class" not in vars(cls):
+            _attribute_methods(cls)
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,18 +100,74 @@ class Joinable(ABC):
         ...
 
 
+# Of the methods that Python calls by itself, those in which a user's object communicates.
+_SPECIAL = {"__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__"}
+
+
+def _attribute_methods(cls: type[Joinable]) -> None:
+    """Make the collectives of a class' methods, inherited ones too, those of its Joinable."""
+    for name, method in tuple(vars(cls).items()):
+        if name.startswith("__") and name not in _SPECIAL:
+            continue
+        if inspect.isfunction(method):
+            setattr(cls, name, _attributed(method))
+        elif isinstance(method, property) and inspect.isfunction(method.fget):
+            setattr(cls, name, property(_attributed(method.fget), method.fset, method.fdel, method.__doc__))
+    for base in cls.__mro__[1:]:
+        if base.__module__.partition(".")[0] in ("builtins", "abc", "typing", "torch", "weft"):
+            continue
+        for name, method in vars(base).items():
+            is_attributed = issubclass(base, Joinable) or name in vars(cls) or not inspect.isfunction(method)
+            if not is_attributed and (not name.startswith("__") or name in _SPECIAL):
+                setattr(cls, name, _attributed(_inherited(cls, name, method)))
+
+
+def _inherited(cls: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the next class' own: which that is, a subclass may change."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return call
+
+
 def _attributed(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method of a Joinable, whose collectives are the Joinable's while it is in a Join."""
 
     @functools.wraps(method)
-    def run(self: Joinable, *args: Any, **kwargs: Any) -> Any:
-        watch = self._join_config.watch
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = getattr(self, "_join_config", _OUTSIDE).watch
         if watch is None:
             return method(self, *args, **kwargs)
         with watch.joinable_running():
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
+        return _run_attributed(result, watch) if inspect.isgenerator(result) else result
 
     return run
+
+
+def _run_attributed(
+    generator: Generator[Any, Any, Any], watch: JoinWatch
+) -> Generator[Any, Any, Any]:  # what the loop over it does is not the Joinable's
+    """The generator, whose collectives are the Joinable's each time that it goes on."""
+    resume: Callable[[], Any] = functools.partial(next, generator)
+    while True:
+        try:
+            with watch.joinable_running():
+                item = resume()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            with watch.joinable_running():
+                generator.close()
+            raise
+        except BaseException as error:
+            resume = functools.partial(generator.throw, error)
+        else:
+            resume = functools.partial(generator.send, sent)
 
 
 class Join:

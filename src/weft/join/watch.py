@@ -164,6 +164,7 @@ class JoinWatch:
 
     def begin_step(self) -> StepHandle:
         """Announce that this rank makes another step."""
+        self.forwards.clear()  # of one that failed
         self._read_step()  # of a step without a call
         self._step_handle = StepHandle(self._launch(Status.STEP), self.device)
         self._has_step = True

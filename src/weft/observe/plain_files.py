@@ -57,10 +57,11 @@ def opened_folder(path: Path) -> Generator[int]:
 
 
 def read_plain(path: Path | str, most: int, *, folder: int | None = None) -> bytes:
-    """Read a file. Raises OSError as open_plain does, and for more than `most` bytes."""
+    """Read a file. Raises OSError as open_plain does, and for more than `most` bytes: none is read."""
     with open_plain(path, folder=folder) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+        is_larger = os.fstat(file.fileno()).st_size > most
+        content = b"" if is_larger else file.read(most + 1)
+    if is_larger or len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from weft import rank_thread
+from weft import first_use, rank_thread
 from weft.errors import PeerError, StateError
 from weft.local.segment import SegmentName
 from weft.rpc import registry, tracking
@@ -75,6 +75,8 @@ class Agent:
         # A worker that takes a dead one's place in a late group must not give out its ids again.
         first_id = secrets.randbits(62) if is_late_group else 0
         self.book = RRefBook(info.id, first_id, self.tell, self.tell_later, self.is_lost, self.let_go)
+        # Whether or not this process uses it: a peer may call in a context of distributed autograd.
+        first_use.load("dist_autograd")
         self.tracker = None if tracking.make_tracker is None else tracking.make_tracker(self)
         self.packer = Packer(
             self.post, options.allow, self.book.give_back, self.book.undo, rebuild_rref, self.tracker

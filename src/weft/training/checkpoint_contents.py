@@ -82,8 +82,10 @@ def read_contents(folder: int) -> Contents:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode):
             sizes[name] = found.st_size
-    # Each part of a tensor takes a kilobyte beside its bytes, so a valid .metadata is never a quarter of all.
-    most = max(64 * MEBIBYTE, sum(sizes.values()) // 4)
+    # Each part of a tensor takes a kilobyte beside its bytes, so a valid .metadata is never a third of the
+    # others. Those may be sparse files of any size: whatever they say, no more than a gigabyte is read.
+    num_others = sum(sizes.values()) - sizes.get(".metadata", 0)
+    most = min(max(64 * MEBIBYTE, num_others // 3), 1024 * MEBIBYTE)
     return _Reading(read_plain(".metadata", most, folder=folder), sizes).contents()
 
 
