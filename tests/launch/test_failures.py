@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 
 import pytest
@@ -242,7 +242,7 @@ def start_launcher(*, interrupts_launcher: bool) -> subprocess.Popen[str]:
 def wait_until_ended(pidfds: list[int]) -> None:
     """Wait for processes that are not our children, by a descriptor that turns readable at their end."""
     for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 20)[0], "a process was left behind"
+        assert wait_readable([pidfd], 20), "a process was left behind"
         os.close(pidfd)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def wait_for_step(command: subprocess.Popen[str], step: int) -> None:
 
 def wait_until_ended(pidfds: list[int]) -> None:
     for pidfd in pidfds:
-        assert select.select([pidfd], [], [], 60)[0], "a process was left behind"
+        assert wait_readable([pidfd], 60), "a process was left behind"
         os.close(pidfd)
 
 

@@ -186,3 +186,18 @@ def test_a_place_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         read_exposed_secret([pid, fd, inode + 1])
     with pytest.raises((OSError, WeftError)):
         read_exposed_secret([1 if os.geteuid() else 4194303, fd, inode])
+
+
+def test_few_descriptors_stay_open_for_many_secrets() -> None:
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    made = [make_secret() for _ in range(40)]
+    places = [expose_secret(secret) for secret in made]
+    before = num_open()
+    places = [expose_secret(secret) for secret in made]
+    assert num_open() == before
+    assert read_exposed_secret(places[-1]) == made[-1]
+    assert expose_secret(made[-1]) == places[-1]
+    with pytest.raises((OSError, TamperedError)):  # long done with
+        read_exposed_secret(places[0])

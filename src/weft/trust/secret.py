@@ -26,6 +26,7 @@ SECRET_BYTES = 32
 _MEMFD_NAME = "weft-secret"
 _SECRET_SEALS = SEALS | 0x8  # F_SEAL_WRITE
 _MAX_FILE_BYTES = 4096
+_MOST_EXPOSED = 16  # of one process, which may be in as many worlds at a time
 _MIN_DISTINCT_BYTES = 8  # of a secret in a file: one letter 32 times is long, but easy to guess
 
 
@@ -71,7 +72,7 @@ def make_secret() -> JobSecret:
 
 # Process-wide: thread-ranks share one process and need no secret between them.
 _installed: JobSecret | None = None
-_exposed: tuple[JobSecret, tuple[int, int, int]] | None = None
+_exposed: dict[JobSecret, tuple[int, int, int]] = {}  # to its location, oldest first
 _exposing = threading.Lock()
 
 
@@ -149,21 +150,29 @@ def _file_error(path: str, problem: str) -> ConfigError:
 
 
 def expose_secret(secret: JobSecret) -> tuple[int, int, int]:
-    """Let other processes of this user read the secret, as long as this process lives.
+    """Let other processes of this user read the secret, as long as this process exposes few later ones.
 
     Returns its location (pid, descriptor, inode), which is not confidential: the kernel lets no other
     user open the descriptors of a process, and the memfd has no path.
     """
-    global _exposed
     with _exposing:
-        if _exposed is not None and _exposed[0] == secret and _exposed[1][0] == os.getpid():
-            return _exposed[1]
+        for other, (pid, fd, _) in list(_exposed.items()):
+            if pid != os.getpid():  # of the process that this one was forked from
+                del _exposed[other]
+            elif os.fstat(fd).st_uid != os.geteuid():  # of the user that this process was
+                del _exposed[other]
+                os.close(fd)
+        if secret in _exposed:
+            return _exposed[secret]
         fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
         os.write(fd, secret.reveal())
         seal_memory(fd, _SECRET_SEALS)
-        _exposed = secret, (os.getpid(), fd, os.fstat(fd).st_ino)
-        return _exposed[1]
+        _exposed[secret] = os.getpid(), fd, os.fstat(fd).st_ino
+        if len(_exposed) > _MOST_EXPOSED:  # ranks read it when they meet: it is long done
+            _, oldest, _ = _exposed.pop(next(iter(_exposed)))
+            os.close(oldest)
+        return _exposed[secret]
 
 
 def read_exposed_secret(place: Sequence[Any]) -> JobSecret:
